@@ -1,0 +1,204 @@
+"""A Llama/Qwen2-style decoder in flax.linen, behind `init_params` and `apply`; parameters are a plain dict of arrays.
+
+Shapes: B sequences, S tokens, C cache slots, D model, H query heads, Hkv key/value heads, Dh head, F MLP, L layers, V vocabulary.
+Sequences are right-padded, so causal attention alone keeps padding out of every real position.
+"""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from emapg_jax.types import PyTree
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values [B, C, Hkv, Dh]; a token at position p is in slot p
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """The architecture. `rope_scaling` is Llama 3's (factor, low_freq_factor, high_freq_factor, original_max_positions) or None."""
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  max_positions: int
+  rope_theta: float = 10_000.0
+  rope_scaling: tuple[float, float, float, float] | None = None
+  rms_norm_eps: float = 1e-6
+  qkv_bias: bool = False
+  tied: bool = True
+  dtype: str = "float32"  # of activations and matmul inputs; norms, softmax and log-probabilities stay float32
+  param_dtype: str = "float32"
+  remat: bool = True
+
+  def __post_init__(self):
+    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
+      if getattr(self, field) < 1:
+        raise ValueError(f"DecoderConfig.{field} must be at least 1, got {getattr(self, field)}.")
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}).")
+    if self.head_dim % 2:
+      raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}.")
+
+
+def _inverse_frequencies(config: DecoderConfig) -> jax.Array:
+  """float32 [Dh/2], with Llama 3's stretching of the long wavelengths where the config asks for it."""
+  freqs = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+  if config.rope_scaling is None:
+    return freqs
+  factor, low, high, original = config.rope_scaling
+  turns = original * freqs / (2 * math.pi)  # rotations within the original context
+  kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+  return freqs * (kept + (1.0 - kept) / factor)
+
+
+def _rotate(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
+  """Rotary embedding in the split-half layout of Hugging Face. x [B, S, heads, Dh], positions [B, S]."""
+  angles = positions[..., None, None].astype(jnp.float32) * _inverse_frequencies(config)[None, None, None, :]
+  sin, cos = jnp.sin(angles), jnp.cos(angles)
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nn.Module):
+  """Grouped-query attention; returns the output and the layer's keys and values (the updated cache, if there is one)."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x, positions, cache=None):
+    config = self.config
+
+    def project(name, heads):
+      return nn.DenseGeneral(
+        (heads, config.head_dim), use_bias=config.qkv_bias, dtype=config.dtype, param_dtype=config.param_dtype, name=name
+      )(x)
+
+    q = _rotate(project("q", config.num_heads), positions, config)
+    k = _rotate(project("k", config.num_kv_heads), positions, config)
+    v = project("v", config.num_kv_heads)
+    if cache is None:
+      out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    else:
+      rows = jnp.arange(x.shape[0])[:, None]
+      # mode="drop": a position beyond the cache must never land in the last slot.
+      k = cache[0].at[rows, positions].set(k, mode="drop")
+      v = cache[1].at[rows, positions].set(v, mode="drop")
+      visible = jnp.arange(k.shape[1])[None, None, None, :] <= positions[:, None, :, None]
+      out = jax.nn.dot_product_attention(q, k, v, mask=visible)
+    out = nn.DenseGeneral(
+      config.hidden_size, axis=(-2, -1), use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, name="o"
+    )(out)
+    return out, (k, v)
+
+
+class Mlp(nn.Module):
+  """SwiGLU."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x):
+    def dense(features, name):
+      return nn.Dense(features, use_bias=False, dtype=self.config.dtype, param_dtype=self.config.param_dtype, name=name)
+
+    gate = nn.silu(dense(self.config.intermediate_size, "gate")(x))
+    return dense(self.config.hidden_size, "down")(gate * dense(self.config.intermediate_size, "up")(x))
+
+
+def _norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm:
+  return nn.RMSNorm(epsilon=config.rms_norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, name=name)
+
+
+class Block(nn.Module):
+  """Pre-norm residual block."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x, positions, cache=None):
+    attended, cache = Attention(self.config, name="attn")(_norm(self.config, "attn_norm")(x), positions, cache)
+    x = x + attended
+    return x + Mlp(self.config, name="mlp")(_norm(self.config, "mlp_norm")(x)), cache
+
+
+def init_params(config: DecoderConfig, key: jax.Array) -> PyTree:
+  """Random parameters: a nested dict, the layers stacked on axis 0 of every leaf under `layers`."""
+  embed_key, head_key, *layer_keys = jax.random.split(key, 2 + config.num_layers)
+  x = jnp.zeros((1, 1, config.hidden_size), config.dtype)
+  positions = jnp.zeros((1, 1), jnp.int32)
+  embed_init = nn.initializers.normal(config.hidden_size**-0.5)
+  params = {
+    "embed": {"embedding": embed_init(embed_key, (config.vocab_size, config.hidden_size), config.param_dtype)},
+    "layers": jax.vmap(lambda k: Block(config).init(k, x, positions)["params"])(jnp.stack(layer_keys)),
+    "final_norm": {"scale": jnp.ones((config.hidden_size,), config.param_dtype)},
+  }
+  if not config.tied:
+    head_init = nn.initializers.lecun_normal()
+    params["lm_head"] = {"kernel": head_init(head_key, (config.hidden_size, config.vocab_size), config.param_dtype)}
+  return params
+
+
+def unstack_layers(params: PyTree) -> PyTree:
+  """The same parameters with `layers` as a tuple of per-layer dicts: decoding then reads each layer in place."""
+  layers = params["layers"]
+  count = jax.tree.leaves(layers)[0].shape[0]
+  return {**params, "layers": tuple(jax.tree.map(lambda a, i=i: a[i], layers) for i in range(count))}
+
+
+def apply(
+  config: DecoderConfig,
+  params: PyTree,
+  tokens: jax.Array,
+  positions: jax.Array | None = None,
+  cache: Cache | None = None,
+  return_cache: bool = False,
+) -> jax.Array | tuple[jax.Array, Cache]:
+  """Hidden states after the final norm; `unembedding` turns them into logits.
+
+  Args:
+    tokens: int32 [B, S], right-padded.
+    positions: int32 [B, S]; 0..S-1 by default. With a cache, also the slots that are written.
+    cache: per layer (keys, values) [B, C, Hkv, Dh]; each token sees the slots up to its own position. Wants `unstack_layers` parameters.
+    return_cache: return `(hidden, cache)`; without a cache given, C = S.
+
+  Returns:
+    hidden [B, S, D] in `config.dtype`, and the cache when asked for or given.
+  """
+  if positions is None:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+  x = params["embed"]["embedding"][tokens].astype(config.dtype)
+  block = Block(config)
+
+  def layer(x, layer_params):
+    x, kv = block.apply({"params": layer_params}, x, positions)
+    return x, kv if return_cache else None
+
+  if cache is None:
+    x, stacked = jax.lax.scan(jax.checkpoint(layer) if config.remat else layer, x, params["layers"])
+    if return_cache:
+      cache = tuple(zip(*(tuple(a[i] for i in range(config.num_layers)) for a in stacked)))
+  else:
+    new_cache = []
+    for layer_params, kv in zip(params["layers"], cache, strict=True):
+      x, kv = block.apply({"params": layer_params}, x, positions, kv)
+      new_cache.append(kv)
+    cache = tuple(new_cache)
+  hidden = _norm(config).apply({"params": params["final_norm"]}, x)
+  return hidden if cache is None else (hidden, cache)
+
+
+def unembedding(params: PyTree) -> jax.Array:
+  """[D, V]: `hidden @ unembedding(params)` are the logits; the transposed embedding when tied."""
+  return params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"].T
+
+
+def count_params(params: PyTree) -> int:
+  """Number of scalars, each tied array once."""
+  return sum(a.size for a in jax.tree.leaves(params))

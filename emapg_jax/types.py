@@ -1,0 +1,65 @@
+"""The pytrees that move between modules. B sequences, T response tokens, S = prompt + response, K top-k ids, V vocabulary."""
+
+from typing import Any
+
+import jax
+from flax import struct
+
+PyTree = Any
+
+
+@struct.dataclass
+class TrainState:
+  """All that training changes on the devices; updated by `train_step` alone."""
+
+  params: PyTree  # the policy, in the parameter dtype
+  ema_params: PyTree  # the anchor, float32, same tree as params; None when nothing would ever read it
+  opt_state: PyTree  # optax state; its count counts optimizer updates
+  step: jax.Array  # int32 [], RL steps completed
+
+
+@struct.dataclass
+class TokenStats:
+  """What one distribution says of each response token; log-probabilities are in nats, at the rollout temperature."""
+
+  logp: jax.Array  # float32 [..., T], log-probability of the token at hand
+  entropy: jax.Array  # float32 [..., T]
+  logsumexp: jax.Array  # float32 [..., T], of the tempered logits
+  topk_ids: jax.Array  # int32 [..., T, K]
+  logp_topk: jax.Array  # float32 [..., T, K], log-probabilities of topk_ids, normalised over the full vocabulary
+  log_tail: jax.Array  # float32 [..., T], log of the mass outside topk_ids; -inf when K = V
+
+
+@struct.dataclass
+class RolloutBatch:
+  """One RL step's data. Entry t of every [B, T] array belongs to response token t, predicted from the position before it."""
+
+  tokens: jax.Array  # int32 [B, S], prompt then response then padding, no gap between
+  prompt_length: jax.Array  # int32 [B], at least 1
+  mask: jax.Array  # bool [B, T], True where the token is trained on
+  real: jax.Array  # bool [B], False for rows that only fill up the batch
+  advantages: jax.Array  # float32 [B, T]
+  sampling_logp: jax.Array  # float32 [B, T], of the distribution the token was drawn from
+  old_logp: jax.Array  # float32 [B, T], of the policy at the start of the RL step, scored by the trainer
+  topk_ids: jax.Array  # int32 [B, T, K], fixed for the whole RL step; K may be 0
+  ref_logp: jax.Array  # float32 [B, T], of the anchor; like the next two, zeros when the KL is off
+  ref_logp_topk: jax.Array  # float32 [B, T, K]
+  ref_log_tail: jax.Array  # float32 [B, T]
+
+
+@struct.dataclass
+class Weighted:
+  """A mean in the making: sums add up over micro-batches and devices, the division happens once. Value: sum / weight."""
+
+  sum: jax.Array  # float32 []
+  weight: jax.Array  # float32 []
+
+  def __add__(self, other: "Weighted") -> "Weighted":
+    return Weighted(self.sum + other.sum, self.weight + other.weight)
+
+
+@struct.dataclass
+class Max:
+  """A maximum in the making."""
+
+  value: jax.Array  # float32 []

@@ -1,0 +1,252 @@
+"""From a RunConfig to everything a run holds: task, tokenizer, model, mesh, state shardings and the jitted functions."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from emapg_jax import data, optim, sharding, streams
+from emapg_jax.config import KL_EXACT, KL_TOPK, RunConfig
+from emapg_jax.envs.arithmetic import ArithmeticTask
+from emapg_jax.envs.embedded import AddTask, BetweenTask
+from emapg_jax.envs.math import MathTask
+from emapg_jax.envs.task import Problem, Task, load_task
+from emapg_jax.models import decoder, hf
+from emapg_jax.models.tokenizer import ChatTokenizer
+from emapg_jax.rollout import sampler
+from emapg_jax.train_step import StepConfig, check_divides, init_state, score_step, train_step
+from emapg_jax.types import PyTree, TrainState
+from experiments.estimators import ESTIMATORS
+
+TASKS = ("add", "between", "arithmetic", "math")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+  """Problems that fit, with their token ids."""
+
+  problems: list[Problem]
+  tokens: list[list[int]]
+  dropped: int  # longer than the limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Everything that stays the same from step to step."""
+
+  config: RunConfig
+  task: Task
+  tokenizer: Any
+  model_config: decoder.DecoderConfig
+  mesh: jax.sharding.Mesh
+  train: Prompts
+  eval: Prompts | None
+  optimizer: optax.GradientTransformation
+  model: Callable
+  step_config: StepConfig
+  abstract_state: TrainState  # with shardings
+  topk: int
+  sample: Callable  # (params, prompts, prompt_length, keys) -> Rollout
+  sample_greedy: Callable
+  score: Callable  # (params, frozen, batch, ids) -> TokenStats
+  train_step: Callable
+
+
+def build_task(config: RunConfig) -> Task:
+  """The task that `--task` names."""
+  if config.task == "add":
+    return AddTask(config.digits, config.demonstration_noise)
+  if config.task == "between":
+    return BetweenTask()
+  if config.task == "arithmetic":
+    return ArithmeticTask(config.digits)
+  if config.task == "math":
+    if not config.train_data:
+      raise ValueError("--task=math needs --train_data: JSONL or parquet files with rows of {problem, answer}.")
+    return MathTask(
+      data.load_problems(config.train_data),
+      eval_problems=data.load_problems(config.eval_data) if config.eval_data else None,
+      answer_mode=config.answer_mode,
+      box_instruction=config.box_instruction,
+      workers=config.grading_workers or min(8, os.cpu_count() or 1),
+      time_limit=config.grading_seconds,
+    )
+  if ":" in config.task:
+    return load_task(config.task)
+  raise ValueError(f"--task={config.task} is unknown. Use one of {', '.join(TASKS)}, or module:function for a task of your own.")
+
+
+def _prompts(config: RunConfig, task: Task, tokenizer: Any, problems: list[Problem]) -> Prompts:
+  chat = getattr(task, "chat", True)
+  tokens = [tokenizer.encode_prompt(problem.prompt, chat) for problem in problems]
+  kept, dropped = data.filter_long(tokens, config.max_prompt_tokens, config.overlong_prompts)
+  return Prompts([problems[i] for i in kept], [tokens[i] for i in kept], dropped)
+
+
+def _eval_problems(config: RunConfig, task: Task) -> list[Problem]:
+  if not config.eval_every or not hasattr(task, "eval_prompts"):
+    return []
+  return list(task.eval_prompts())[: config.eval_problems]
+
+
+def _tokenizer_and_model(config: RunConfig, task: Task) -> tuple[Any, decoder.DecoderConfig]:
+  dtype = config.dtype
+  if config.model_path:
+    if hasattr(task, "tokenizer"):
+      raise ValueError(f"--task={config.task} brings its own tokenizer and can't use --model_path={config.model_path}: leave that out.")
+    model_config = hf.read_config(config.model_path, dtype=dtype, remat=config.remat)
+    longest = config.max_prompt_tokens + config.max_new_tokens
+    if longest > model_config.max_positions:
+      raise ValueError(
+        f"--max_prompt_tokens={config.max_prompt_tokens} + --max_new_tokens={config.max_new_tokens} = {longest} exceeds the "
+        f"{model_config.max_positions} positions of {config.model_path}: lower one of them."
+      )
+    return ChatTokenizer(config.model_path, chat_template=config.chat_template or None), model_config
+  if not hasattr(task, "tokenizer"):
+    raise ValueError(f"--task={config.task} needs --model_path: a Hugging Face folder with config, safetensors and tokenizer.")
+  if config.hidden_size % config.num_heads:
+    raise ValueError(f"--hidden_size={config.hidden_size} is not a multiple of --num_heads={config.num_heads}.")
+  return task.tokenizer, decoder.DecoderConfig(
+    vocab_size=task.tokenizer.vocab_size,
+    hidden_size=config.hidden_size,
+    intermediate_size=config.hidden_size * 8 // 3,
+    num_layers=config.num_layers,
+    num_heads=config.num_heads,
+    num_kv_heads=config.num_heads,
+    head_dim=config.hidden_size // config.num_heads,
+    max_positions=config.max_prompt_tokens + config.max_new_tokens,
+    dtype=dtype,
+    remat=config.remat,
+  )
+
+
+def _topk(config: RunConfig, vocab_size: int) -> int:
+  if config.kl_coef == 0:
+    return 0
+  if config.kl in KL_EXACT:
+    return vocab_size
+  if config.kl not in KL_TOPK:
+    return 0
+  if config.kl_topk > vocab_size:
+    raise ValueError(f"--kl_topk={config.kl_topk} exceeds the vocabulary of {vocab_size} tokens: use at most {vocab_size}.")
+  return config.kl_topk
+
+
+def _step_config(config: RunConfig, mesh: jax.sharding.Mesh) -> StepConfig:
+  shards = sharding.batch_devices(mesh)
+  if config.rows % shards:
+    raise ValueError(
+      f"--prompts_per_step={config.prompts_per_step} × --group_size={config.group_size} = {config.rows} sequences can't be spread over "
+      f"{shards} devices (--mesh={config.mesh}): make them a multiple of {shards}."
+    )
+  step_config = StepConfig(
+    micro_batch=config.micro_batch * shards or config.rows // config.mini_batches,
+    mini_batches=config.mini_batches,
+    temperature=config.temperature,
+    kl=ESTIMATORS[config.kl] if config.kl_coef > 0 else None,
+    kl_iw_low=config.kl_iw_low or None,
+    kl_iw_high=config.kl_iw_high or None,
+    clip_low=config.clip_low,
+    clip_high=config.clip_high,
+    dual_clip=config.dual_clip or None,
+    aggregation=config.aggregation,
+    max_new_tokens=config.max_new_tokens,
+    seed=config.seed,
+  )
+  check_divides(config.rows, step_config)
+  return step_config
+
+
+def build(config: RunConfig) -> Run:
+  """Builds and checks all that can be checked without a compile."""
+  mesh = sharding.make_mesh(config.mesh)
+  step_config = _step_config(config, mesh)
+  task = build_task(config)
+  tokenizer, model_config = _tokenizer_and_model(config, task)
+  topk = _topk(config, model_config.vocab_size)
+  if config.warmup_steps and not hasattr(task, "demonstration"):
+    raise ValueError(f"--warmup_steps={config.warmup_steps} needs demonstrations, and task {config.task} has none: set it to 0.")
+  if hasattr(task, "prompt_opens_think"):
+    task.prompt_opens_think = tokenizer.opens_think("", chat=True)
+  train = _prompts(config, task, tokenizer, list(task.prompts()))
+  eval_problems = _eval_problems(config, task)
+
+  def model(params: PyTree, frozen: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    del frozen
+    return decoder.apply(model_config, params, tokens), decoder.unembedding(params)
+
+  optimizer = optim.make_optimizer(
+    config.learning_rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, clip_norm=config.clip_norm
+  )
+  init = functools.partial(init_state, optimizer=optimizer, with_anchor=config.uses_anchor)
+  abstract = jax.eval_shape(lambda key: init(decoder.init_params(model_config, key)), jax.random.key(0))
+  shardings = sharding.tree_shardings(mesh, abstract)
+  sample = functools.partial(
+    sampler.sample, model_config, max_new_tokens=config.max_new_tokens, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
+  )
+  constrain = functools.partial(sharding.constrain_batch, mesh)
+  return Run(
+    config=config,
+    task=task,
+    tokenizer=tokenizer,
+    model_config=model_config,
+    mesh=mesh,
+    train=train,
+    eval=_prompts(config, task, tokenizer, eval_problems) if eval_problems else None,
+    optimizer=optimizer,
+    model=model,
+    step_config=step_config,
+    abstract_state=jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
+    topk=topk,
+    sample=jax.jit(functools.partial(sample, temperature=config.temperature)),
+    sample_greedy=jax.jit(functools.partial(sample, temperature=0.0)),
+    score=jax.jit(functools.partial(score_step, model=model, config=step_config, topk=topk)),
+    train_step=jax.jit(
+      functools.partial(train_step, model=model, optimizer=optimizer, config=step_config, constrain=constrain),
+      donate_argnums=0,
+      out_shardings=(shardings, None),
+    ),
+  )
+
+
+def new_state(run: Run) -> TrainState:
+  """The state of a fresh run: weights of `--model_path`, or random ones from the seed."""
+  shardings = jax.tree.map(lambda a: a.sharding, run.abstract_state)
+  init = functools.partial(init_state, optimizer=run.optimizer, with_anchor=run.config.uses_anchor)
+  if run.config.model_path:
+    params = hf.load_params(run.config.model_path, run.model_config, shardings.params)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
+  key = streams.stream_key(run.config.seed, streams.INIT)
+  return jax.jit(lambda key: init(decoder.init_params(run.model_config, key)), out_shardings=shardings)(key)
+
+
+def on_devices(run: Run, tree: PyTree) -> PyTree:
+  """Lays rows out over the devices."""
+  return jax.device_put(tree, sharding.batch_sharding(run.mesh))
+
+
+def memory_plan(run: Run) -> dict[str, int]:
+  """Bytes per device of what a run keeps or peaks at, from shapes alone."""
+
+  def per_device(tree):
+    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+  config, model, shards = run.config, run.model_config, sharding.batch_devices(run.mesh)
+  width = 2 if model.dtype == "bfloat16" else 4
+  tokens = config.max_prompt_tokens + config.max_new_tokens
+  micro = run.step_config.micro_batch // shards
+  saved = model.num_layers * model.hidden_size if model.remat else model.num_layers * (8 * model.hidden_size + 3 * model.intermediate_size)
+  state = run.abstract_state
+  return {
+    "params": per_device(state.params),
+    "anchor": per_device(state.ema_params),
+    "optimizer": per_device(state.opt_state),
+    "gradients": 2 * per_device(state.params),
+    "activations": micro * tokens * saved * width,
+    "kv cache": config.rows // shards * tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim * width,
+  }

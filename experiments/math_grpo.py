@@ -1,0 +1,60 @@
+"""GRPO with an EMA anchor and top-k KL on problems whose answers can be checked.
+
+  python -m experiments.math_grpo                                        the quickstart: embedded task, no download
+  python -m experiments.math_grpo --flagfile=experiments/flags/X.flags   a recipe; later flags override it
+"""
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import sys
+import time
+
+import jax
+from absl import app
+
+from experiments import flags, loop, report
+from experiments.build import build
+
+flags.define()
+
+
+def _effective(config):
+  """The config with `auto` and empty values replaced by what they mean here."""
+  dtype = config.dtype if config.dtype != "auto" else ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+  name = config.task.replace(":", ".")
+  workdir = config.workdir or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+  return dataclasses.replace(config, dtype=dtype, workdir=workdir)
+
+
+def _first_evaluation(workdir: pathlib.Path) -> dict[str, float]:
+  with open(workdir / "metrics.jsonl", encoding="utf-8") as lines:
+    return next((row for row in map(json.loads, lines) if "eval_sampled" in row), {})
+
+
+def main(argv: list[str]) -> None:
+  """Checks, builds, trains, sums up."""
+  began = time.time()
+  try:
+    if len(argv) > 1:
+      raise ValueError(f"{argv[1]!r} is not a flag: write --name=value.")
+    config = _effective(flags.read())
+    workdir = pathlib.Path(config.workdir)
+    run = build(config)
+    report.header(run, workdir)
+    last = loop.train(run, workdir)
+    report.summary(_first_evaluation(workdir), last, workdir, time.time() - began)
+  except (ValueError, OSError) as error:
+    report.fail(error)
+
+
+def run_main() -> None:
+  """Entry point: without any flag, the quickstart."""
+  if len(sys.argv) == 1:
+    sys.argv.append(f"--flagfile={flags.QUICKSTART}")
+  app.run(main)
+
+
+if __name__ == "__main__":
+  run_main()

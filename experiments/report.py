@@ -1,0 +1,73 @@
+"""What a run says on the screen: header, remarks, evaluations, summary."""
+
+import dataclasses
+import pathlib
+import sys
+
+import jax
+
+from emapg_jax import anchor
+from emapg_jax.rollout import batching
+from experiments.build import Run, memory_plan
+
+
+def say(text: str) -> None:
+  """A line of its own, on standard output."""
+  print(text, flush=True)
+
+
+def header(run: Run, workdir: pathlib.Path) -> None:
+  """Effective settings, sizes, memory, buckets, anchor."""
+  config = run.config
+  say(f"emapg_jax · task {config.task} · {jax.device_count()} {jax.devices()[0].platform} device(s), mesh {dict(run.mesh.shape)}")
+  defaults = type(config)()
+  changed = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(defaults, f.name)}
+  say("settings (the rest are defaults, all in flags.txt): " + " ".join(f"{k}={v}" for k, v in changed.items()))
+  plan = memory_plan(run)
+  count = sum(a.size for a in jax.tree.leaves(run.abstract_state.params))
+  say(f"parameters: {count:,} · vocabulary {run.model_config.vocab_size:,} · compute in {run.model_config.dtype}")
+  say("memory per device, planned: " + ", ".join(f"{name} {_bytes(size)}" for name, size in plan.items()) + f"; sum {_bytes(sum(plan.values()))}")
+  say(f"prompts: {len(run.train.problems):,} ({run.train.dropped} longer than {config.max_prompt_tokens} tokens left out)")
+  if run.eval:
+    say(f"evaluation: {len(run.eval.problems):,} problems ({run.eval.dropped} too long left out), every {config.eval_every} steps")
+  say(f"length buckets: prompt {batching.buckets(config.max_prompt_tokens)}, response {batching.buckets(config.max_new_tokens)}")
+  if config.kl_coef > 0:
+    life = anchor.half_life(config.ema_decay, config.ema_period)
+    kind = "fixed anchor" if config.ema_decay == 1 else f"EMA anchor, half-life {life:.1f} RL steps"
+    of = f", K={run.topk} of {run.model_config.vocab_size} ids" if run.topk else ""
+    say(f"KL: {config.kl}{of}, coefficient {config.kl_coef:g}, {kind} (η={config.ema_decay:g} every {config.ema_period} steps)")
+    if config.kl == "k1":
+      say("warning: k1 in the loss has an expected gradient of zero: it adds noise, and no pull towards the anchor. Use topk_reverse or k3pp.")
+  else:
+    say("KL: off" + (f"; an EMA anchor is kept (η={config.ema_decay:g})" if run.config.uses_anchor else ""))
+  say(f"workdir: {workdir}")
+
+
+def evaluation(step: int, numbers: dict[str, float]) -> None:
+  """One line for an evaluation, if there was one."""
+  if numbers:
+    say(f"step {step}: " + ", ".join(f"{name.removeprefix('eval_')} accuracy {value:.3f}" for name, value in numbers.items()))
+
+
+def summary(first: dict[str, float], last: dict[str, float], workdir: pathlib.Path, seconds: float) -> None:
+  """What came out, and where it lies."""
+  for kind in ("sampled", "greedy"):
+    if f"eval_{kind}" in first and f"eval_{kind}" in last:
+      before, after = first[f"eval_{kind}"], last[f"eval_{kind}"]
+      say(f"{kind} accuracy: {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
+  say(f"done in {seconds:.0f} s; in {workdir}: metrics.jsonl, samples.jsonl, curves.png, tensorboard/, checkpoints/, flags.txt")
+
+
+def fail(error: Exception) -> None:
+  """An error the user can mend: one paragraph, exit code 1."""
+  print(f"error: {error}", file=sys.stderr, flush=True)
+  raise SystemExit(1)
+
+
+def _bytes(size: int) -> str:
+  value = float(size)
+  for unit in ("B", "KiB", "MiB"):
+    if value < 1024:
+      return f"{value:.0f} {unit}"
+    value /= 1024
+  return f"{value:.1f} GiB"

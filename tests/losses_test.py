@@ -1,0 +1,211 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from emapg_jax import losses, masking
+
+NAN, INF = np.nan, np.inf
+
+
+def clip_value_and_grad(variant, ratios, advantages, **bounds):
+  """Loss, gradient with respect to the *ratio*, and aux; the policy's log-prob is log(ratio) against an old one of 0."""
+
+  def total(log_ratio):
+    loss, aux = losses.ppo_clip(log_ratio, jnp.zeros_like(log_ratio), jnp.array(advantages, jnp.float32), **bounds)
+    return jnp.sum(loss), (loss, aux)
+
+  log_ratio = jnp.log(jnp.array(ratios, jnp.float32))
+  grad, (loss, aux) = variant(jax.grad(total, has_aux=True))(log_ratio)
+  return loss, grad / jnp.array(ratios, jnp.float32), aux
+
+
+@pytest.mark.usefixtures("strict_dtypes")
+class PPOClipTest(chex.TestCase):
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_both_sides_of_both_signs(self):
+    loss, grad, aux = clip_value_and_grad(self.variant, [2, 2, 0.5, 0.5], [1, -1, 1, -1], clip_low=0.2, clip_high=0.2)
+    # −min(2, 1.2), −min(−2, −1.2), −min(0.5, 0.8), −min(−0.5, −0.8). Only the first and the last take the clipped branch.
+    np.testing.assert_allclose(loss, [-1.2, 2.0, -0.5, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(grad, [0, 1, -1, 0], rtol=1e-6)
+    np.testing.assert_array_equal(aux.clipped_high, [True, False, False, False])
+    np.testing.assert_array_equal(aux.clipped_low, [False, False, False, True])
+    np.testing.assert_allclose(aux.ratio, [2, 2, 0.5, 0.5], rtol=1e-6)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_each_bound_has_its_own_width_and_the_advantage_scales(self):
+    # Bounds 0.8 and 1.28 by default. Inside both: 1.25 · 3 and 0.85 · −2. Past each: 1.28 · 3 and 0.8 · −2.
+    loss, grad, aux = clip_value_and_grad(self.variant, [1.25, 1.3, 0.85, 0.75], [3, 3, -2, -2])
+    np.testing.assert_allclose(loss, [-3.75, -3.84, 1.7, 1.6], rtol=1e-6)
+    np.testing.assert_allclose(grad, [-3, 0, 2, 0], rtol=1e-6)
+    np.testing.assert_array_equal(aux.clipped_high, [False, True, False, False])
+    np.testing.assert_array_equal(aux.clipped_low, [False, False, False, True])
+    # The same ratios with the widths swapped, bounds 0.72 and 1.2: now the first two are past, the last two inside.
+    loss, grad, _ = clip_value_and_grad(self.variant, [1.25, 1.3, 0.85, 0.75], [3, 3, -2, -2], clip_low=0.28, clip_high=0.2)
+    np.testing.assert_allclose(loss, [-3.6, -3.6, 1.7, 1.5], rtol=1e-6)
+    np.testing.assert_allclose(grad, [0, 0, 2, 2], rtol=1e-6)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_at_a_bound_the_gradient_is_whole(self):
+    # Bounds 1 ± 0, so that a ratio of 1 lies on both, exactly. min and clip would share the gradient: 0.75 or 0.5.
+    loss, grad, aux = clip_value_and_grad(self.variant, [1, 1], [1, -1], clip_low=0.0, clip_high=0.0)
+    np.testing.assert_allclose(loss, [-1, 1])
+    np.testing.assert_allclose(grad, [-1, 1])
+    assert not np.any(aux.clipped_low) and not np.any(aux.clipped_high)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_dual_clip_bounds_negative_advantages_only(self):
+    loss, grad, aux = clip_value_and_grad(self.variant, [10, 1, 2.9, 10], [-1, 1, -1, 1], clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    # min(10, 3); 1 is untouched, where a bound without a sign would give −3; 2.9 is inside; the last is the ordinary bound 1.2.
+    np.testing.assert_allclose(loss, [3.0, -1.0, 2.9, -1.2], rtol=1e-6)
+    np.testing.assert_allclose(grad, [0, -1, 1, 0], rtol=1e-6)
+    np.testing.assert_array_equal(aux.dual_clipped, [True, False, False, False])
+    np.testing.assert_array_equal(aux.clipped_high, [False, False, False, True])
+    assert not np.any(aux.clipped_low)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_overflowing_ratio_past_a_bound_has_gradient_zero(self):
+    log_ratio, advantages = jnp.array([200.0, 200.0, -200.0]), jnp.array([1.0, -1.0, -1.0])
+
+    def loss(x):
+      return losses.ppo_clip(x, jnp.zeros(3), advantages, dual_clip=3.0)[0]
+
+    np.testing.assert_allclose(self.variant(loss)(log_ratio), [-1.28, 3.0, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(self.variant(jax.grad(lambda x: jnp.sum(loss(x))))(log_ratio), [0, 0, 0])
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_gradient_reaches_the_current_policy_alone(self):
+    def total(*args):
+      return jnp.sum(losses.ppo_clip(*args)[0])
+
+    grads = self.variant(jax.grad(total, argnums=(0, 1, 2)))(jnp.array([-1.0]), jnp.array([-1.0]), jnp.array([2.0]))
+    np.testing.assert_allclose(grads, [[-2], [0], [0]])
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_a_broken_logp_is_not_hidden(self):
+    loss, _ = self.variant(losses.ppo_clip)(jnp.array([NAN]), jnp.array([-1.0]), jnp.array([1.0]))
+    assert np.isnan(loss[0])
+
+
+@pytest.mark.parametrize(
+  "bounds, message",
+  [
+    ({"clip_low": 1.2}, "clip_low=1.2"),
+    ({"clip_low": -0.1}, "clip_low=-0.1"),
+    ({"clip_high": -0.1}, "clip_high=-0.1"),
+    ({"dual_clip": 1.0}, "dual_clip=1.0"),
+  ],
+)
+def test_bounds_out_of_range_are_errors(bounds, message):
+  with pytest.raises(ValueError, match=message):
+    losses.ppo_clip(jnp.zeros(1), jnp.zeros(1), jnp.ones(1), **bounds)
+
+
+def test_reinforce_value_and_gradient(strict_dtypes):
+  logp, advantages = jnp.array([-1.0, -2.0]), jnp.array([0.5, -3.0])
+  np.testing.assert_allclose(losses.reinforce(logp, advantages), [0.5, -6.0])
+  grads = jax.grad(lambda *args: jnp.sum(losses.reinforce(*args)), argnums=(0, 1))(logp, advantages)
+  np.testing.assert_allclose(grads, [[-0.5, 3.0], [0, 0]])
+
+
+# Two completions, A = [4] and B = [1, 1, 1], padded to 4 with garbage.
+PER_TOKEN = np.array([[4, NAN, INF, -INF], [1, 1, 1, NAN]], np.float32)
+MASK = np.array([[1, 0, 0, 0], [1, 1, 1, 0]], bool)
+EXPECTED = {
+  "token_mean": (7.0, 4.0, 1.75),  # (4 + 3) / 4 tokens
+  "sequence_mean": (5.0, 2.0, 2.5),  # (4 + 1) / 2 rows
+  "sequence_sum": (7.0, 2.0, 3.5),  # (4 + 3) / 2 rows
+  "fixed_length": (7.0, 8.0, 0.875),  # (4 + 3) / (2 rows · 4)
+}
+# d sum / d token of A and of B: the token mean of B divides by its 3 tokens.
+GRADIENTS = {"token_mean": (1, 1), "sequence_mean": (1, 1 / 3), "sequence_sum": (1, 1), "fixed_length": (1, 1)}
+
+
+def aggregate(mode, per_token, mask, real=None):
+  real = np.ones(len(mask), bool) if real is None else real
+  return losses.aggregate(jnp.asarray(per_token), jnp.asarray(mask), mode, jnp.asarray(real), max_new_tokens=4)
+
+
+@pytest.mark.usefixtures("strict_dtypes")
+class AggregateTest(chex.TestCase):
+  @chex.variants(with_jit=True, without_jit=True)
+  @parameterized.parameters(*losses.AGGREGATIONS)
+  def test_value_and_gradient(self, mode):
+    def total(per_token):
+      weighted = aggregate(mode, per_token, MASK)
+      return weighted.sum, weighted
+
+    grad, weighted = self.variant(jax.grad(total, has_aux=True))(PER_TOKEN)
+    expected_sum, expected_weight, expected_value = EXPECTED[mode]
+    np.testing.assert_allclose([weighted.sum, weighted.weight], [expected_sum, expected_weight], rtol=1e-6)
+    np.testing.assert_allclose(weighted.sum / weighted.weight, expected_value, rtol=1e-6)
+    a, b = GRADIENTS[mode]
+    np.testing.assert_allclose(grad, [[a, 0, 0, 0], [b, b, b, 0]], rtol=1e-6)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  @parameterized.parameters(*losses.AGGREGATIONS)
+  def test_padding_changes_nothing(self, mode):
+    per_token = np.pad(PER_TOKEN, ((0, 3), (0, 100)), constant_values=NAN)
+    mask = np.pad(MASK, ((0, 3), (0, 100)))
+    real = np.array([True, True, False, False, False])
+    weighted = self.variant(lambda *args: aggregate(mode, *args))(per_token, mask, real)
+    np.testing.assert_allclose([weighted.sum, weighted.weight], EXPECTED[mode][:2], rtol=1e-6)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  @parameterized.parameters(*losses.AGGREGATIONS)
+  def test_a_real_row_without_tokens_counts_for_fixed_length_alone(self, mode):
+    weighted = self.variant(lambda *args: aggregate(mode, *args))(np.pad(PER_TOKEN, ((0, 1), (0, 0))), np.pad(MASK, ((0, 1), (0, 0))))
+    expected_sum, expected_weight, _ = EXPECTED[mode]
+    np.testing.assert_allclose(weighted.sum, expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(weighted.weight, 12 if mode == "fixed_length" else expected_weight)  # 3 rows · 4
+
+  @chex.variants(with_jit=True, without_jit=True)
+  @parameterized.parameters(*losses.AGGREGATIONS)
+  def test_all_masked_is_zero_with_finite_gradient(self, mode):
+    def total(per_token):
+      weighted = aggregate(mode, per_token, np.zeros_like(MASK), np.zeros(2, bool))
+      return weighted.sum, weighted.weight
+
+    (value, weight), grad = self.variant(jax.value_and_grad(total, has_aux=True))(PER_TOKEN)
+    np.testing.assert_array_equal([value, weight], [0, 0])
+    np.testing.assert_array_equal(grad, np.zeros((2, 4)))
+
+
+@pytest.mark.parametrize("mode", losses.AGGREGATIONS)
+def test_micro_batches_add_up(mode, strict_dtypes):
+  whole = aggregate(mode, PER_TOKEN, MASK)
+  parts = aggregate(mode, PER_TOKEN[:1], MASK[:1]) + aggregate(mode, PER_TOKEN[1:], MASK[1:])
+  np.testing.assert_allclose([parts.sum, parts.weight], [whole.sum, whole.weight], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", losses.AGGREGATIONS)
+def test_no_nan_is_made_on_the_way(mode, strict_dtypes):
+  """A row without tokens must not divide by its length, though a `where` would hide it, or `jax_debug_nans` is of no use in training."""
+  with jax.debug_nans(True):
+    grad = jax.grad(lambda x: aggregate(mode, x, np.zeros_like(MASK)).sum)(jnp.ones((2, 4)))
+  np.testing.assert_array_equal(grad, np.zeros((2, 4)))
+
+
+def test_bad_aggregations_are_errors():
+  with pytest.raises(ValueError, match=r"'mean' is unknown.*token_mean"):
+    losses.aggregate(jnp.ones((1, 1)), jnp.ones((1, 1), bool), "mean")
+  with pytest.raises(ValueError, match="no `real`"):
+    losses.aggregate(jnp.ones((1, 1)), jnp.ones((1, 1), bool), "fixed_length", max_new_tokens=4)
+  with pytest.raises(ValueError, match="max_new_tokens=None"):
+    losses.aggregate(jnp.ones((1, 1)), jnp.ones((1, 1), bool), "fixed_length", real=jnp.ones(1, bool))
+
+
+def test_clip_loss_and_aggregation_with_garbage_at_masked_positions(strict_dtypes):
+  mask = jnp.array([[True, False, False]])
+  logp, old_logp = jnp.array([[-1.0, NAN, 1e4]]), jnp.array([[-1.0, 3.0, -INF]])
+
+  def total(logp):
+    clean_logp, clean_old, clean_advantages = masking.clean(mask, logp, old_logp, jnp.full((1, 3), 2.0))
+    loss, _ = losses.ppo_clip(clean_logp, clean_old, clean_advantages)
+    return losses.aggregate(loss, mask, "token_mean").sum
+
+  value, grad = jax.value_and_grad(total)(logp)
+  np.testing.assert_allclose(value, -2)
+  np.testing.assert_allclose(grad, [[-2, 0, 0]])
