@@ -14,7 +14,9 @@ KL_TOPK = tuple(f"{form}topk_{direction}" for form in ("", "score_", "published_
 KL_ESTIMATORS = KL_SAMPLED + KL_EXACT + KL_TOPK
 
 # Flags that may change when a run is resumed: they decide how, how long and how often, not what is computed.
-RUNTIME_FLAGS = frozenset({"workdir", "steps", "mesh", "micro_batch", "eval_every", "save_every", "keep_last", "override", "samples_logged", "remat"})
+RUNTIME_FLAGS = frozenset(
+  ("workdir", "steps", "mesh", "micro_batch", "remat", "eval_every", "save_every", "keep_last", "samples_logged", "override")
+)
 
 
 def _field(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -28,7 +30,9 @@ class RunConfig:
   workdir: str = _field("", "Folder of the run; an existing one is resumed. Empty: a new folder under runs/.")
   seed: int = _field(0, "Seed of every random draw.")
   steps: int = _field(100, "RL steps in all, those before a resume included.")
-  task: str = _field("math", "add, between (embedded, need no model), arithmetic, math, or module:function that returns a Task of your own.")
+  task: str = _field(
+    "math", "add, between (embedded, need no model), arithmetic, math, or module:function that returns a Task of your own."
+  )
   model_path: str = _field("", "Hugging Face folder (Llama or Qwen2) to start from. Empty: random weights, for embedded tasks.")
   train_data: tuple[str, ...] = _field((), "JSONL or parquet files of {problem, answer}, for task math.")
   eval_data: tuple[str, ...] = _field((), "Like train_data, for evaluation; empty: the task's own, or none.")
@@ -54,7 +58,9 @@ class RunConfig:
 
   kl: str = _field("topk_reverse", "KL estimator.", KL_ESTIMATORS)
   kl_topk: int = _field(32, "K, ids with exact treatment; for top-k estimators.")
-  kl_topk_ids: str = _field("auto", "Whose top-k: policy, anchor, or auto (policy for reverse, anchor for forward).", ("auto", "policy", "anchor"))
+  kl_topk_ids: str = _field(
+    "auto", "Whose top-k: policy, anchor, or auto (policy for reverse, anchor for forward).", ("auto", "policy", "anchor")
+  )
   kl_coef: float = _field(0.001, "β, weight of the KL in the loss; 0: no anchor pass.")
   kl_iw_low: float = _field(0.0, "Lower bound of the KL's importance weight; 0: none.")
   kl_iw_high: float = _field(0.0, "Upper bound of the KL's importance weight; 0: none.")
@@ -147,11 +153,12 @@ class RunConfig:
 
 
 _POSITIVE = (
-  "steps prompts_per_step max_prompt_tokens max_new_tokens temperature grading_seconds ema_period clip_norm mini_batches max_bad_steps "
-  "warmup_learning_rate warmup_batch digits hidden_size num_layers num_heads eval_problems keep_last"
-).split()
+  *("steps", "prompts_per_step", "max_prompt_tokens", "max_new_tokens", "temperature", "grading_seconds", "ema_period", "clip_norm"),
+  *("mini_batches", "max_bad_steps", "warmup_learning_rate", "warmup_batch", "digits", "hidden_size", "num_layers", "num_heads"),
+  *("eval_problems", "keep_last"),
+)
 _NOT_NEGATIVE = (
-  "seed grading_workers clip_high kl_topk kl_coef kl_iw_low kl_iw_high learning_rate lr_warmup_steps weight_decay micro_batch warmup_steps "
-  "eval_every save_every samples_logged"
-).split()
-_FRACTIONS = "clip_low ema_decay adam_b1 adam_b2 warmup_accuracy demonstration_noise".split()
+  *("seed", "grading_workers", "clip_high", "kl_topk", "kl_coef", "kl_iw_low", "kl_iw_high", "learning_rate", "lr_warmup_steps"),
+  *("weight_decay", "micro_batch", "warmup_steps", "eval_every", "save_every", "samples_logged"),
+)
+_FRACTIONS = ("clip_low", "ema_decay", "adam_b1", "adam_b2", "warmup_accuracy", "demonstration_noise")

@@ -1,7 +1,5 @@
 """From hidden states to log-probability, entropy, logsumexp, top-k and tail mass, in chunks that never hold [B, T, V]."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -16,12 +14,21 @@ def _log(x: jax.Array) -> jax.Array:
   return jnp.where(positive, jnp.log(jnp.where(positive, x, 1.0)), -jnp.inf)
 
 
+def _finite(x: jax.Array) -> jax.Array:
+  """x, with 0 for -inf: 0·log 0 = 0."""
+  return jnp.where(x == -jnp.inf, 0.0, x)
+
+
 def stats_from_logits(logits: jax.Array, targets: jax.Array, topk_ids: jax.Array | None = None, topk: int = 0) -> TokenStats:
   """TokenStats of float32 logits [..., V], already tempered; `-inf` logits are ids of probability 0.
 
-  `logp = logits[target] − logsumexp`, `entropy = logsumexp − Σ p·logits`, `log_tail = log Σ_{j∉topk_ids} p_j`, computed as a logsumexp
-  without the ids: `log1p(−Σ p_topk)` has no digits left when the head holds nearly all the mass. Gradient flows through every field but
-  the ids, and is 0 (not NaN) through fields that are `-inf`.
+    log_tail + logsumexp = logsumexp over the ids that are not in topk_ids
+    logsumexp = logaddexp(that, logsumexp over topk_ids)
+    logp = logits[target] − logsumexp
+    entropy = −Σ p·log p
+
+  The tail is summed by itself, relative to its own largest logit: `log1p(−Σ p_topk)` has no digits left when the head holds nearly all the
+  mass. Gradient flows through every field but the ids, and is 0 (not NaN) through a field that is `-inf`.
 
   Args:
     logits: float32 [..., V].
@@ -31,23 +38,25 @@ def stats_from_logits(logits: jax.Array, targets: jax.Array, topk_ids: jax.Array
   """
   if topk_ids is None:
     topk_ids = jax.lax.top_k(jax.lax.stop_gradient(logits), topk)[1]
-  highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+  head = jnp.take_along_axis(logits, topk_ids, axis=-1)
+  tail = jnp.put_along_axis(logits, topk_ids, -jnp.inf, axis=-1, inplace=False) if topk_ids.shape[-1] else logits
+  highest = jax.lax.stop_gradient(jnp.max(tail, axis=-1, keepdims=True))
   highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
-  weights = jnp.exp(logits - highest)
-  total = jnp.sum(weights, axis=-1, keepdims=True)
-  log_total = jnp.log(total)
-  take = functools.partial(jnp.take_along_axis, logits, axis=-1)
-  possible = jnp.isfinite(logits)
-  mean_logit = jnp.sum(jnp.where(possible, weights * jnp.where(possible, logits - highest, 0.0), 0.0), axis=-1, keepdims=True) / total
-  kept = jnp.put_along_axis(weights, topk_ids, 0.0, axis=-1, inplace=False) if topk_ids.shape[-1] else weights
-  lse = highest + log_total
+  shifted = tail - highest
+  weights = jnp.exp(shifted)
+  tail_lse = highest + _log(jnp.sum(weights, axis=-1, keepdims=True))
+  lse = jnp.logaddexp(tail_lse, jax.nn.logsumexp(head, axis=-1, keepdims=True)) if topk_ids.shape[-1] else tail_lse
+  log_tail, logp_topk = tail_lse - lse, head - lse
+  # Σ p·log p of the tail, with log p = shifted + (highest − lse).
+  spread = jnp.sum(weights * _finite(shifted), axis=-1, keepdims=True) * jnp.exp(highest - lse)
+  entropy = -spread - jnp.exp(log_tail) * (highest - lse) - jnp.sum(jnp.exp(logp_topk) * _finite(logp_topk), axis=-1, keepdims=True)
   return TokenStats(
-    logp=(take(targets[..., None]) - lse)[..., 0],
-    entropy=(log_total - mean_logit)[..., 0],
+    logp=(jnp.take_along_axis(logits, targets[..., None], axis=-1) - lse)[..., 0],
+    entropy=entropy[..., 0],
     logsumexp=lse[..., 0],
     topk_ids=topk_ids,
-    logp_topk=take(topk_ids) - lse,
-    log_tail=(_log(jnp.sum(kept, axis=-1, keepdims=True)) - log_total)[..., 0],
+    logp_topk=logp_topk,
+    log_tail=log_tail[..., 0],
   )
 
 

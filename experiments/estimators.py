@@ -25,9 +25,7 @@ def _listed(estimator) -> KL:
 
 def _chain_rule(estimator) -> KL:
   def terms(stats: TokenStats, batch: RolloutBatch, in_topk: jax.Array):
-    return estimator(
-      stats.logp_topk, batch.ref_logp_topk, stats.log_tail, batch.ref_log_tail, stats.logp, batch.ref_logp, in_topk
-    )
+    return estimator(stats.logp_topk, batch.ref_logp_topk, stats.log_tail, batch.ref_log_tail, stats.logp, batch.ref_logp, in_topk)
 
   return terms
 

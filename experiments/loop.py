@@ -66,9 +66,7 @@ def score_batch(run: Run, state: TrainState, batch: RolloutBatch) -> RolloutBatc
   old = run.score(state.params, (), batch, None if policy_owns else none)
   if policy_owns:
     ref = run.score(state.ema_params, (), batch, old.topk_ids)
-  return batch.replace(
-    old_logp=old.logp, topk_ids=ref.topk_ids, ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail
-  )
+  return batch.replace(old_logp=old.logp, topk_ids=ref.topk_ids, ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail)
 
 
 def hyper(run: Run, step: int) -> Hyper:
@@ -150,10 +148,9 @@ class Log:
     if numbers.get("degenerate", 0) > FLAT_GROUPS_WARNING and not self._warned:
       self._warned = True
       report.say(
-        f"warning: at step {step} {numbers['degenerate']:.0%} of the groups have equal rewards and train nothing. If that stays, the task is too "
-        "hard or too easy for this policy: change the data, the group size or the reward."
+        f"warning: at step {step} {numbers['degenerate']:.0%} of the groups have equal rewards and train nothing. If that stays, the task "
+        "is too hard or too easy for this policy: change the data, the group size or the reward."
       )
-
 
   def close(self) -> None:
     """Ends the progress line."""
@@ -213,5 +210,3 @@ def _count_bad(run: Run, host: HostState, numbers: dict[str, float], position: i
       "checkpoint holds finite weights. Lower the learning rate or the KL coefficient, or look at samples.jsonl for what went wrong."
     )
   return dataclasses.replace(host, position=position, bad_in_row=in_row, bad_total=host.bad_total + skipped)
-
-

@@ -1,7 +1,7 @@
 """GRPO with an EMA anchor and top-k KL on problems whose answers can be checked.
 
-  python -m experiments.math_grpo                                        the quickstart: embedded task, no download
-  python -m experiments.math_grpo --flagfile=experiments/flags/X.flags   a recipe; later flags override it
+python -m experiments.math_grpo                                        the quickstart: embedded task, no download
+python -m experiments.math_grpo --flagfile=experiments/flags/X.flags   a recipe; later flags override it
 """
 
 import dataclasses

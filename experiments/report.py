@@ -24,9 +24,10 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   changed = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(defaults, f.name)}
   say("settings (the rest are defaults, all in flags.txt): " + " ".join(f"{k}={v}" for k, v in changed.items()))
   plan = memory_plan(run)
+  sizes = ", ".join(f"{name} {_bytes(size)}" for name, size in plan.items())
   count = sum(a.size for a in jax.tree.leaves(run.abstract_state.params))
   say(f"parameters: {count:,} · vocabulary {run.model_config.vocab_size:,} · compute in {run.model_config.dtype}")
-  say("memory per device, planned: " + ", ".join(f"{name} {_bytes(size)}" for name, size in plan.items()) + f"; sum {_bytes(sum(plan.values()))}")
+  say(f"memory per device, planned: {sizes}; sum {_bytes(sum(plan.values()))}")
   say(f"prompts: {len(run.train.problems):,} ({run.train.dropped} longer than {config.max_prompt_tokens} tokens left out)")
   if run.eval:
     say(f"evaluation: {len(run.eval.problems):,} problems ({run.eval.dropped} too long left out), every {config.eval_every} steps")
@@ -37,7 +38,7 @@ def header(run: Run, workdir: pathlib.Path) -> None:
     of = f", K={run.topk} of {run.model_config.vocab_size} ids" if run.topk else ""
     say(f"KL: {config.kl}{of}, coefficient {config.kl_coef:g}, {kind} (η={config.ema_decay:g} every {config.ema_period} steps)")
     if config.kl == "k1":
-      say("warning: k1 in the loss has an expected gradient of zero: it adds noise, and no pull towards the anchor. Use topk_reverse or k3pp.")
+      say("warning: k1 in the loss has an expected gradient of zero: it adds noise and no pull. Use topk_reverse or k3pp.")
   else:
     say("KL: off" + (f"; an EMA anchor is kept (η={config.ema_decay:g})" if run.config.uses_anchor else ""))
   say(f"workdir: {workdir}")

@@ -32,7 +32,7 @@ def _update(params, opt_state, batch: RolloutBatch, *, run: Run, optimizer: opta
 def _demonstrations(run: Run, rng: np.random.Generator) -> RolloutBatch:
   config, tokenizer = run.config, run.tokenizer
   rows = rng.integers(len(run.train.problems), size=config.warmup_batch)
-  responses = [tokenizer.encode(run.task.demonstration(run.train.problems[i], rng)) + [tokenizer.eos_ids[0]] for i in rows]
+  responses = [[*tokenizer.encode(run.task.demonstration(run.train.problems[i], rng)), tokenizer.eos_ids[0]] for i in rows]
   longest = max(map(len, responses))
   if longest > config.max_new_tokens:
     raise ValueError(f"A demonstration of task {config.task} has {longest} tokens, more than --max_new_tokens={config.max_new_tokens}.")
@@ -79,5 +79,3 @@ def warm_up(run: Run, state: TrainState, say) -> TrainState:
   shardings = jax.tree.map(lambda a: a.sharding, run.abstract_state)
   init = functools.partial(init_state, optimizer=run.optimizer, with_anchor=config.uses_anchor)
   return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
-
-

@@ -35,8 +35,7 @@ def test_assemble_puts_the_response_right_behind_the_prompt():
 
 
 def test_rows_left_out_of_the_loss_have_no_mask():
-  batch = batching.assemble(
-    np.ones((2, 2), np.int32), np.array([1, 2]), np.ones((2, 2), np.int32), np.array([2, 2]), np.zeros((2, 2)), np.ones(2), np.array([True, False])
-  )
+  ones, two = np.ones((2, 2), np.int32), np.array([2, 2])
+  batch = batching.assemble(ones, np.array([1, 2]), ones, two, np.zeros((2, 2)), np.ones(2), np.array([True, False]))
   assert batch.mask.tolist() == [[True, True], [False, False]]
   assert batch.real.all()

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from emapg_jax import streams
 from emapg_jax.models import decoder
@@ -30,9 +29,7 @@ def keys_for(rows, step=1):
 
 @functools.cache
 def sampling(temperature=0.7, new=NEW, eos=EOS):
-  return jax.jit(
-    functools.partial(sampler.sample, CONFIG, max_new_tokens=new, temperature=temperature, eos_ids=eos, pad_id=PAD)
-  )
+  return jax.jit(functools.partial(sampler.sample, CONFIG, max_new_tokens=new, temperature=temperature, eos_ids=eos, pad_id=PAD))
 
 
 def scored(tokens, lengths, out, temperature):

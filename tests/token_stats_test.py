@@ -107,6 +107,9 @@ def test_tail_keeps_its_digits_where_one_minus_the_head_has_none():
   logits = jnp.asarray([[0.0, -30.0, -jnp.inf]])
   stats = stats_from_logits(logits, jnp.zeros((1,), jnp.int32), topk=1)
   assert float(stats.log_tail[0]) == pytest.approx(-30.0, rel=1e-6)
+  # And where its mass is no float32 at all, its logarithm still is one.
+  stats = stats_from_logits(jnp.asarray([[0.0, -200.0, -201.0]]), jnp.zeros((1,), jnp.int32), topk=1)
+  assert float(stats.log_tail[0]) == pytest.approx(-200.0 + np.log1p(np.exp(-1.0)), rel=1e-6)
 
 
 def test_bfloat16_inputs_give_unrounded_logits():

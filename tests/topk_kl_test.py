@@ -32,11 +32,11 @@ def logits_triple(seed=0, distance=1.2):
   return logits, logits + distance * rng.normal(size=V), logits + 0.5 * rng.normal(size=V)
 
 
-def estimators(direction, **options):
+def estimators(direction):
   return [
-    enum.topk(CHAIN[direction], **options),
-    enum.topk_without_mass(SCORE[direction], **options),
-    enum.topk_without_mass(PUBLISHED[direction], **options),
+    enum.topk(CHAIN[direction]),
+    enum.topk_without_mass(SCORE[direction]),
+    enum.topk_without_mass(PUBLISHED[direction]),
   ]
 
 

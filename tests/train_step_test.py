@@ -108,9 +108,7 @@ def test_kl_gradient_with_all_ids_against_an_independent_formula():
 
   def loss(params):
     total = 0.0
-    logps, refs = (
-      jax.nn.log_softmax((lambda h, u: h @ u)(*tiny.model(p, (), data.tokens)) / temperature) for p in (params, anchor)
-    )
+    logps, refs = (jax.nn.log_softmax((lambda h, u: h @ u)(*tiny.model(p, (), data.tokens)) / temperature) for p in (params, anchor))
     for row in range(tiny.ROWS):
       for t in range(int(data.mask[row].sum())):
         at = int(data.prompt_length[row]) + t - 1

@@ -92,9 +92,9 @@ class Attention(nn.Module):
       v = cache[1].at[rows, positions].set(v, mode="drop")
       visible = jnp.arange(k.shape[1])[None, None, None, :] <= positions[:, None, :, None]
       out = jax.nn.dot_product_attention(q, k, v, mask=visible)
-    out = nn.DenseGeneral(
-      config.hidden_size, axis=(-2, -1), use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, name="o"
-    )(out)
+    out = nn.DenseGeneral(config.hidden_size, axis=(-2, -1), use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, name="o")(
+      out
+    )
     return out, (k, v)
 
 

@@ -74,7 +74,7 @@ def sample(
     keys: typed PRNG keys [B]; token t of a row is drawn with fold_in(key, t).
     temperature: > 0, or 0 for greedy. Static, like all keyword arguments.
   """
-  batch, prompt_slots = prompts.shape
+  batch = prompts.shape[0]
   rows = jnp.arange(batch)
   ends = jnp.asarray(tuple(eos_ids), jnp.int32)
   hidden, cache = decoder.apply(config, params, prompts, return_cache=True)

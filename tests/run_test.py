@@ -1,0 +1,237 @@
+"""Whole runs on a tiny model: what they leave behind, resume bit for bit, bad input, interruption. In process where that is enough."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from emapg_jax.checkpoint import Checkpointer
+from emapg_jax.config import RunConfig
+from experiments import loop
+from experiments.build import build
+
+TINY = RunConfig(
+  task="add",
+  digits=1,
+  dtype="float32",
+  steps=6,
+  prompts_per_step=8,
+  group_size=4,
+  max_prompt_tokens=8,
+  max_new_tokens=8,
+  mini_batches=2,
+  learning_rate=1e-3,
+  adam_b2=0.99,
+  kl_topk=4,
+  kl_coef=0.05,
+  ema_decay=0.7,
+  ema_period=2,
+  warmup_steps=60,
+  hidden_size=16,
+  num_heads=2,
+  num_layers=1,
+  eval_every=3,
+  eval_problems=20,
+  save_every=3,
+)
+TIMES = ("seconds_", "tokens_per_second")
+
+
+def run(config: RunConfig, workdir: pathlib.Path):
+  """Runs to the end; returns the final state and the metric lines without what a clock measured."""
+  built = build(dataclasses.replace(config, workdir=str(workdir)))
+  loop.train(built, workdir)
+  with Checkpointer(str(workdir / "checkpoints"), 1) as checkpointer:
+    state, host = checkpointer.restore_latest(built.abstract_state)
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  return jax.device_get(state), host, [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("whole")
+  return workdir, *run(TINY, workdir)
+
+
+def test_what_a_run_leaves(whole):
+  workdir, state, host, lines = whole
+  assert int(state.step) == 6
+  assert host.position == 6 * 8
+  assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
+  names = (
+    *("score_mean", "reward_mean", "loss", "policy_loss", "kl", "entropy", "grad_norm", "response_length", "truncated_fraction"),
+    *("solve_none", "solve_all", "anchor_distance", "topk_mass", "tail_hit_rate", "kl_head", "kl_tail", "kl_weight", "learning_rate"),
+  )
+  assert all(name in line for line in lines[1:] for name in names)
+  assert [("eval_sampled" in line, "eval_greedy" in line) for line in lines] == [(step % 3 == 0,) * 2 for step in range(7)]
+  raw = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  assert all(f"seconds_{phase}" in raw[1] for phase in ("rollout", "reward", "anchor", "update"))
+  samples = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+  assert {"step", "prompt", "completion", "reward", "extracted"} <= samples[0].keys()
+  assert {sample["kind"] for sample in samples} == {"sampled", "greedy", "train"}
+  assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["3", "6"]
+  assert (workdir / "curves.png").read_bytes().startswith(b"\x89PNG")
+  assert list((workdir / "tensorboard").iterdir())
+  assert "--kl_coef=0.05" in (workdir / "flags.txt").read_text().splitlines()
+
+
+def test_rollouts_change_the_weights_and_the_anchor_lags(whole):
+  _, state, _, lines = whole
+  distance = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), state.params, state.ema_params)
+  assert max(jax.tree.leaves(distance)) > 1e-4
+  assert lines[1]["kl"] == pytest.approx(0, abs=1e-4)
+  assert lines[6]["kl"] > lines[1]["kl"]
+
+
+@pytest.mark.crash
+def test_resume_is_bit_exact_twice(whole, tmp_path):
+  _, state, host, lines = whole
+  run(dataclasses.replace(TINY, steps=3), tmp_path)
+  resumed, resumed_host, resumed_lines = run(TINY, tmp_path)
+  chex.assert_trees_all_equal(resumed, state)
+  assert dataclasses.replace(resumed_host, flags={}) == dataclasses.replace(host, flags={})
+  assert resumed_lines == lines
+  # A run that is complete does nothing, and says so.
+  again, _, again_lines = run(TINY, tmp_path)
+  chex.assert_trees_all_equal(again, state)
+  assert again_lines == lines
+
+
+def test_resume_with_another_setting_is_refused_unless_overridden(tmp_path):
+  short = dataclasses.replace(TINY, steps=1, eval_every=0, save_every=1, warmup_steps=1)
+  run(short, tmp_path)
+  changed = dataclasses.replace(short, steps=2, kl_coef=0.5)
+  with pytest.raises(ValueError, match=r"(?s)kl_coef.*0\.05.*0\.5.*--override"):
+    run(changed, tmp_path)
+  state, host, _ = run(dataclasses.replace(changed, override=("kl_coef",)), tmp_path)
+  assert int(state.step) == 2
+  assert host.flags["kl_coef"] == "0.5"
+
+
+def test_mesh_may_change_on_resume(tmp_path):
+  short = dataclasses.replace(TINY, steps=1, eval_every=0, save_every=1, warmup_steps=5, mesh="data:8")
+  run(short, tmp_path)
+  state, _, lines = run(dataclasses.replace(short, steps=2, mesh="data:2,fsdp:2,tensor:2"), tmp_path)
+  assert int(state.step) == 2
+  assert [line["step"] for line in lines] == [0, 1, 2]
+
+
+def bad(**changes):
+  return build(dataclasses.replace(TINY, **changes))
+
+
+@pytest.mark.parametrize(
+  ("changes", "text"),
+  [
+    ({"kl_topk": 17}, r"--kl_topk=17 exceeds the vocabulary of 16"),
+    ({"micro_batch": 3, "mesh": "data:1,fsdp:1,tensor:8"}, r"does not split into 2 mini-batches of micro-batches of 3"),
+    ({"prompts_per_step": 3}, r"= 12 sequences can't be spread over 8 devices"),
+    ({"max_prompt_tokens": 3}, r"no prompt is left"),
+    ({"task": "ad"}, r"--task=ad is unknown"),
+    ({"task": "math"}, r"--task=math needs --train_data"),
+    ({"task": "arithmetic", "warmup_steps": 0}, r"--task=arithmetic needs --model_path"),
+    ({"model_path": "/nowhere"}, r"brings its own tokenizer"),
+    ({"task": "no_such_module:make"}, r"no module 'no_such_module'"),
+    ({"mesh": "data:5"}, r"does not fit 8 devices"),
+    ({"hidden_size": 15}, r"--hidden_size=15 is not a multiple"),
+    ({"task": "arithmetic", "model_path": "/nowhere", "warmup_steps": 0}, r"/nowhere"),
+  ],
+)
+def test_bad_input_is_refused_before_anything_compiles(changes, text, monkeypatch):
+  monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
+  with pytest.raises(ValueError, match=text):
+    bad(**changes)
+
+
+def command(*args):
+  # One device, as a user has; the cache is that of the tests.
+  env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+  return [sys.executable, "-m", "experiments.math_grpo", *args], env
+
+
+def cli(*args):
+  line, env = command(*args)
+  return subprocess.run(line, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+  ("args", "text"),
+  [
+    (("--kl=k9",), "error: --kl=k9 is unknown. Did you mean"),
+    (("--ema_decai=0.9",), "Unknown command line flag 'ema_decai'"),
+    (("add",), "error: 'add' is not a flag"),
+    (("--task=math", "--train_data=/nowhere.jsonl"), "error: the data file /nowhere.jsonl does not exist"),
+  ],
+)
+def test_command_line_errors_are_one_paragraph(args, text):
+  done = cli(*args)
+  assert done.returncode == 1
+  assert text in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_workdir_that_can_not_be_written_to(tmp_path):
+  (tmp_path / "file").write_text("")
+  done = cli("--task=add", "--kl_topk=4", "--steps=1", f"--workdir={tmp_path / 'file' / 'run'}")
+  assert done.returncode == 1
+  assert "error:" in done.stderr
+  assert str(tmp_path / "file") in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def tiny_flags(workdir, **changes):
+  config = dataclasses.replace(TINY, workdir=str(workdir), **changes)
+  return [f"--{f.name}={','.join(v) if isinstance(v := getattr(config, f.name), tuple) else v}" for f in dataclasses.fields(config)]
+
+
+def start_and_wait_for_step(args, workdir, step):
+  line, env = command(*args)
+  process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  deadline = time.time() + 120
+  while time.time() < deadline and process.poll() is None:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines() if (workdir / "metrics.jsonl").exists() else []
+    if len(lines) > step:
+      return process
+    time.sleep(0.05)
+  process.kill()
+  raise AssertionError(f"no step {step} within the time: {process.communicate()[0]}")
+
+
+@pytest.mark.crash
+def test_interrupt_saves_and_says_where_and_the_run_goes_on(tmp_path):
+  args = tiny_flags(tmp_path, steps=100_000, eval_every=0, save_every=0, warmup_steps=1)
+  process = start_and_wait_for_step(args, tmp_path, 3)
+  process.send_signal(signal.SIGINT)
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 130, out
+  saved = int(next((tmp_path / "checkpoints").iterdir()).name)
+  assert f"saved to {tmp_path / 'checkpoints' / str(saved)}" in out
+  done = cli(*tiny_flags(tmp_path, steps=saved + 2, eval_every=0, save_every=0, warmup_steps=1))
+  assert done.returncode == 0, done.stderr
+  assert f"resumed at step {saved}" in done.stdout
+  lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  assert lines == list(range(saved + 3))
+
+
+@pytest.mark.crash
+def test_killed_run_goes_on_from_its_last_checkpoint(whole, tmp_path):
+  """kill -9 at some step after the first checkpoint; the same command then ends where the undisturbed run does."""
+  _, _, _, lines = whole
+  process = start_and_wait_for_step(tiny_flags(tmp_path, steps=100_000, mesh="data:1"), tmp_path, 5)
+  process.kill()
+  process.communicate()
+  done = cli(*tiny_flags(tmp_path, mesh="data:1"))
+  assert done.returncode == 0, done.stderr
+  assert "resumed at step" in done.stdout or "the run is complete" in done.stdout
+  steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  assert steps == sorted(set(steps))
+  assert steps[:7] == [line["step"] for line in lines]
