@@ -101,7 +101,7 @@ class RunConfig:
     for field in dataclasses.fields(self):
       value, choices = getattr(self, field.name), field.metadata["choices"]
       if choices and value not in choices:
-        near = difflib.get_close_matches(value, choices, 1)
+        near = difflib.get_close_matches(value, choices, 1, cutoff=0.3)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"--{field.name}={value} is unknown.{hint} Use one of {', '.join(choices)}.")
     for name in _POSITIVE:

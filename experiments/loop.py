@@ -107,12 +107,12 @@ def start(run: Run, checkpointer: Checkpointer, writer: metrics.MetricsWriter) -
   """The state to go on from: the latest checkpoint, or a fresh one (warmed up when the run asks for it)."""
   saved_flags = checkpointer.flags_of_latest()
   if saved_flags is not None:
-    flags_difference(saved_flags, flags.as_strings(run.config), RUNTIME_FLAGS, run.config.override)
+    accepted = flags_difference(saved_flags, flags.as_strings(run.config), RUNTIME_FLAGS, run.config.override)
     state, host = checkpointer.restore_latest(run.abstract_state)
     step = int(state.step)
     writer.truncate_after(step)
-    report.say(f"resumed at step {step}")
-    return state, host
+    report.say(f"resumed at step {step}" + "".join(f"; {name} is now {new}, was {old}" for name, (old, new) in accepted.items()))
+    return state, dataclasses.replace(host, flags=flags.as_strings(run.config))
   writer.truncate_after(-1)
   state = new_state(run)
   if run.config.warmup_steps:

@@ -4,6 +4,7 @@ python -m experiments.math_grpo                                        the quick
 python -m experiments.math_grpo --flagfile=experiments/flags/X.flags   a recipe; later flags override it
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -43,7 +44,8 @@ def main(argv: list[str]) -> None:
     workdir = pathlib.Path(config.workdir)
     run = build(config)
     report.header(run, workdir)
-    last = loop.train(run, workdir)
+    with contextlib.closing(run.task) if hasattr(run.task, "close") else contextlib.nullcontext():
+      last = loop.train(run, workdir)
     report.summary(_first_evaluation(workdir), last, workdir, time.time() - began)
   except (ValueError, OSError) as error:
     report.fail(error)

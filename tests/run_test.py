@@ -88,7 +88,7 @@ def test_rollouts_change_the_weights_and_the_anchor_lags(whole):
   _, state, _, lines = whole
   distance = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), state.params, state.ema_params)
   assert max(jax.tree.leaves(distance)) > 1e-4
-  assert lines[1]["kl"] == pytest.approx(0, abs=1e-4)
+  assert 0 <= lines[1]["kl"] < 0.01
   assert lines[6]["kl"] > lines[1]["kl"]
 
 
