@@ -59,13 +59,12 @@ def score_batch(run: Run, state: TrainState, batch: RolloutBatch) -> RolloutBatc
   """Adds old log-probs, top-k ids and the anchor's statistics; dispatched, not waited for."""
   if run.step_config.kl is None:
     return batch.replace(old_logp=run.score(state.params, (), batch).logp)
-  policy_owns = run.config.topk_owner == "policy"
-  # Whoever does not own the ids reports on the other's; when that comes later, on none.
-  none = batch.topk_ids
-  ref = None if policy_owns else run.score(state.ema_params, (), batch)
-  old = run.score(state.params, (), batch, None if policy_owns else none)
-  if policy_owns:
+  if run.config.topk_owner == "policy":
+    old = run.score(state.params, (), batch)
     ref = run.score(state.ema_params, (), batch, old.topk_ids)
+  else:
+    ref = run.score(state.ema_params, (), batch)
+    old = run.score(state.params, (), batch, batch.topk_ids)  # K = 0: only the log-probs are wanted
   return batch.replace(old_logp=old.logp, topk_ids=ref.topk_ids, ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail)
 
 
@@ -174,6 +173,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       first, samples = rollouts.evaluate(run, state.params, 0) if run.eval else ({}, [])
       report.evaluation(0, first)
       log.hold(0, first, samples)
+      log.flush()
       if config.save_every:
         checkpointer.save(0, state, host)
     while step < config.steps and not stop.asked:
@@ -187,6 +187,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
         numbers, samples = numbers | found, samples + eval_samples
       log.hold(step, numbers, samples if evaluated or last or step == 1 else [])
       if config.save_every and (step % config.save_every == 0 or last):
+        log.flush()  # a checkpoint without its line would leave a gap when the run is killed here
         checkpointer.save(step, state, host)
     log.flush()
     log.close()
