@@ -32,6 +32,10 @@ class _OrbaxRecords(logging.Filter):
 logging.getLogger("absl").addFilter(_OrbaxRecords())
 
 
+class CheckpointError(RuntimeError):
+  """A checkpoint could not be written."""
+
+
 @dataclasses.dataclass(frozen=True)
 class HostState:
   """What a resumed run needs beside the arrays; stored as JSON inside the checkpoint."""
@@ -78,7 +82,7 @@ class Checkpointer:
     """Starts writing checkpoint `step`; on return `state` may be donated. A step that is already saved is left as it is.
 
     Raises:
-      RuntimeError: this write, or the one before it, failed.
+      CheckpointError: this write, or the one before it, failed.
       ValueError: a later step is already in the directory, so this one would not be what a resumed run starts from.
     """
     self._remove_leftovers()
@@ -134,7 +138,7 @@ class Checkpointer:
     """Blocks until the checkpoint being written is committed.
 
     Raises:
-      RuntimeError: it could not be written.
+      CheckpointError: it could not be written.
     """
     try:
       self._manager.wait_until_finished()
@@ -146,7 +150,7 @@ class Checkpointer:
     """Waits as `wait` does and ends the writing threads; a second call does nothing.
 
     Raises:
-      RuntimeError: the last checkpoint could not be written.
+      CheckpointError: the last checkpoint could not be written.
     """
     if self._closed:
       return
@@ -160,7 +164,7 @@ class Checkpointer:
     step, self._pending = self._pending, None
     good = self.latest_step()
     kept = "No checkpoint is there to resume from" if good is None else f"Checkpoint {good} is whole and is what a resumed run starts from"
-    raise RuntimeError(
+    raise CheckpointError(
       f"Checkpoint {step} could not be written to {self._directory} ({error}). {kept}. Check the free space and the permissions there."
     ) from error
 

@@ -7,6 +7,7 @@ from typing import Any
 from emapg_jax import losses
 
 ALGORITHMS = ("grpo",)
+SWITCH = ("auto", "on", "off")
 DTYPES = ("auto", "float32", "bfloat16")
 KL_SAMPLED = ("k1", "k2", "k3", "k3pp", "k4", "k5")
 KL_EXACT = ("exact_reverse", "exact_forward")
@@ -15,7 +16,7 @@ KL_ESTIMATORS = KL_SAMPLED + KL_EXACT + KL_TOPK
 
 # Flags that may change when a run is resumed: they decide how, how long and how often, not what is computed.
 RUNTIME_FLAGS = frozenset(
-  ("workdir", "steps", "mesh", "micro_batch", "remat", "eval_every", "save_every", "keep_last", "samples_logged", "override")
+  ("workdir", "steps", "mesh", "micro_batch", "grading_workers", "eval_every", "save_every", "keep_last", "samples_logged", "override")
 )
 
 
@@ -61,11 +62,14 @@ class RunConfig:
   kl_topk_ids: str = _field(
     "auto", "Whose top-k: policy, anchor, or auto (policy for reverse, anchor for forward).", ("auto", "policy", "anchor")
   )
+  kl_topk_approximate: bool = _field(False, "Find the top-k by approximate search (fast on TPU); the KL stays unbiased.")
   kl_coef: float = _field(0.001, "β, weight of the KL in the loss; 0: no anchor pass.")
   kl_iw_low: float = _field(0.0, "Lower bound of the KL's importance weight; 0: none.")
   kl_iw_high: float = _field(0.0, "Upper bound of the KL's importance weight; 0: none.")
   ema_decay: float = _field(0.95, "η, the weight the anchor keeps; 1: fixed anchor, 0: a copy every period.")
   ema_period: int = _field(10, "RL steps between anchor updates.")
+
+  keep_initial: str = _field("auto", "Log the KL to the initial model: a third copy and one more pass; auto: embedded tasks.", SWITCH)
 
   learning_rate: float = _field(1e-6, "Peak learning rate of AdamW.")
   lr_warmup_steps: int = _field(0, "RL steps of linear learning-rate warm-up.")
@@ -112,6 +116,7 @@ class RunConfig:
       self._require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
     self._check_group()
     self._check_kl()
+    self._check_used()
 
   def _require(self, name: str, holds: bool, text: str) -> None:
     if not holds:
@@ -133,6 +138,16 @@ class RunConfig:
       raise ValueError(f"--kl_topk={self.kl_topk} has no meaning for --kl={self.kl}: leave it out, or use one of {', '.join(KL_TOPK)}.")
     if self.kl_iw_low and self.kl_iw_high and self.kl_iw_low > self.kl_iw_high:
       raise ValueError(f"--kl_iw_low={self.kl_iw_low} lies above --kl_iw_high={self.kl_iw_high}: swap them, or set one to 0 for none.")
+
+  def _check_used(self) -> None:
+    for names, used, text in _USED_ONLY_IF:
+      if not used(self):
+        for name in names:
+          default = type(self).__dataclass_fields__[name].default
+          if getattr(self, name) != default:
+            raise ValueError(f"--{name}={getattr(self, name)} has no effect {text}: leave it out.")
+    if "\n" in self.chat_template:
+      raise ValueError("--chat_template holds line breaks, which a flagfile can't: write the template to a file and give its path.")
 
   @property
   def rows(self) -> int:
@@ -162,3 +177,17 @@ _NOT_NEGATIVE = (
   *("weight_decay", "micro_batch", "warmup_steps", "eval_every", "save_every", "samples_logged"),
 )
 _FRACTIONS = ("clip_low", "ema_decay", "adam_b1", "adam_b2", "warmup_accuracy", "demonstration_noise")
+
+# Options that would be ignored are refused: (names, whether they are used, when they are not).
+_USED_ONLY_IF = (
+  (("train_data", "eval_data", "answer_mode", "box_instruction"), lambda c: c.task == "math", "unless --task=math"),
+  (("grading_seconds",), lambda c: c.task == "math", "unless --task=math"),
+  (("digits",), lambda c: c.task in ("add", "arithmetic"), "unless --task is add or arithmetic"),
+  (("demonstration_noise",), lambda c: c.task == "add", "unless --task=add"),
+  (("hidden_size", "num_layers", "num_heads"), lambda c: not c.model_path, "with --model_path, whose config.json says it"),
+  (("warmup_accuracy", "warmup_learning_rate", "warmup_batch"), lambda c: c.warmup_steps > 0, "with --warmup_steps=0"),
+  (("chat_template",), lambda c: c.model_path, "without --model_path"),
+  (("kl_iw_low", "kl_iw_high", "kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl_coef > 0, "with --kl_coef=0"),
+  (("kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl in KL_TOPK, "unless --kl is a top-k estimator"),
+  (("kl_iw_low", "kl_iw_high"), lambda c: c.kl not in KL_EXACT, "with an exact KL, which has no sampled part"),
+)

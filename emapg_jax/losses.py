@@ -64,13 +64,13 @@ def ppo_clip(
   old_logp, advantages = lax.stop_gradient((old_logp, advantages))
   log_ratio = logp - old_logp
   ratio = lax.stop_gradient(jnp.exp(log_ratio))
-  positive, negative = advantages > 0, advantages < 0
+  positive, negative, idle = advantages > 0, advantages < 0, advantages == 0
   # Decided from the ratio, not by min and clip: those share the gradient between their arguments where the two are equal.
   clipped_low = negative & (ratio < 1 - clip_low)
   clipped_high = positive & (ratio > 1 + clip_high)
   dual_clipped = jnp.zeros_like(negative) if dual_clip is None else negative & (ratio > dual_clip)
-  # Before exp, too: past a bound the ratio may be infinite, and its derivative times the 0 from `where` would be NaN.
-  bounded = jnp.exp(jnp.where(clipped_low | clipped_high | dual_clipped, 0, log_ratio))
+  # Before exp, too: past a bound, or at advantage 0, the ratio may be infinite, and 0 times it or its derivative is NaN.
+  bounded = jnp.exp(jnp.where(clipped_low | clipped_high | dual_clipped | idle, 0, log_ratio))
   bounded = jnp.where(clipped_low, 1 - clip_low, jnp.where(clipped_high, 1 + clip_high, bounded))
   if dual_clip is not None:
     bounded = jnp.where(dual_clipped, dual_clip, bounded)

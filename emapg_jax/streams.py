@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-DATA, INIT, ROLLOUT, EVAL, MINI_BATCH, WARMUP = range(6)  # streams; their numbers are part of what a seed means
+INIT, ROLLOUT, EVAL, MINI_BATCH, WARMUP = range(1, 6)  # streams; their numbers are part of what a seed means. data.py has its own
 
 
 def stream_key(seed: int, stream: int, *indices: jax.typing.ArrayLike) -> jax.Array:

@@ -13,15 +13,14 @@ import optax
 from flax import struct
 
 from emapg_jax import anchor, losses, masking, streams
-from emapg_jax.kl import importance_weight
+from emapg_jax.kl import importance_weight, k3, topk_reverse_kl
 from emapg_jax.token_stats import token_stats
 from emapg_jax.types import Max, PyTree, RolloutBatch, TokenStats, TrainState, Weighted
 
 Model = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]  # (params, frozen, tokens) -> hidden [B, S, D], [D, V]
-KL = Callable[[TokenStats, RolloutBatch, jax.Array], tuple[jax.Array, jax.Array]]  # (stats, batch, in_topk) -> (head, tail) [B, T]
+# (stats, batch, in_topk) -> per token [B, T]: head, tail, and whether the log-ratio was beyond the estimator's bound
+KL = Callable[[TokenStats, RolloutBatch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 Metrics = dict[str, Weighted | Max]
-
-MAX_LOG_RATIO = 20.0  # where the estimators that clamp do so by default
 
 _PER_TOKEN = ("advantages", "sampling_logp", "old_logp", "ref_logp", "ref_logp_topk", "ref_log_tail")
 
@@ -45,6 +44,9 @@ class StepConfig:
   epochs: int = 1
   temperature: float = 1.0
   kl: KL | None = None  # None: no anchor is read
+  head_chunk: int | None = None  # positions of which the logits are held at a time; None: as `token_stats` chooses for one device
+  topk: int = 0  # ids that `score_step` reports when it is given none
+  topk_approximate: bool = False  # find them by approx_max_k
   kl_iw_low: float | None = None
   kl_iw_high: float | None = None
   clip_low: float = 0.2
@@ -76,12 +78,21 @@ def check_divides(rows: int, config: StepConfig) -> None:
 
 
 def response_stats(
-  model: Model, params: PyTree, frozen: PyTree, batch: RolloutBatch, temperature: float, topk_ids: jax.Array | None, topk: int = 0
+  model: Model, params: PyTree, frozen: PyTree, batch: RolloutBatch, config: StepConfig, topk_ids: jax.Array | None
 ) -> TokenStats:
   """TokenStats [B, T] of the response tokens: token t is scored from the hidden state at the position before it."""
   hidden, unembedding = model(params, frozen, batch.tokens)
   hidden = jnp.take_along_axis(hidden, _response_positions(batch)[..., None] - 1, axis=1)
-  return token_stats(hidden, unembedding, _response_tokens(batch), topk_ids=topk_ids, topk=topk, temperature=temperature)
+  return token_stats(
+    hidden,
+    unembedding,
+    _response_tokens(batch),
+    topk_ids=topk_ids,
+    topk=config.topk,
+    approximate=config.topk_approximate,
+    temperature=config.temperature,
+    chunk=config.head_chunk,
+  )
 
 
 def _response_positions(batch: RolloutBatch) -> jax.Array:
@@ -93,14 +104,14 @@ def _response_tokens(batch: RolloutBatch) -> jax.Array:
 
 
 def score_step(
-  params: PyTree, frozen: PyTree, batch: RolloutBatch, ids: jax.Array | None = None, *, model: Model, config: StepConfig, topk: int = 0
+  params: PyTree, frozen: PyTree, batch: RolloutBatch, ids: jax.Array | None = None, *, model: Model, config: StepConfig
 ) -> TokenStats:
   """TokenStats of every response token under `params`, without gradient; micro-batch by micro-batch.
 
   Args:
     params: any model of the policy's shape: the policy at the start of the RL step, or the anchor.
     batch: only tokens, prompt_length and the width of mask are read.
-    ids: int32 [B, T, K] to report log-probabilities of; the model's own `topk` most likely when None.
+    ids: int32 [B, T, K] to report log-probabilities of; the model's own `config.topk` most likely when None.
   """
   rows = batch.tokens.shape[0]
   check_divides(rows, dataclasses.replace(config, mini_batches=1))
@@ -108,7 +119,7 @@ def score_step(
 
   def score(args):
     micro, ids = args
-    return response_stats(model, params, frozen, micro, config.temperature, ids, topk)
+    return response_stats(model, params, frozen, micro, config, ids)
 
   stats = jax.lax.map(score, (split(batch), split(ids)))
   return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0).reshape(rows, *x.shape[2:]), stats)
@@ -121,7 +132,7 @@ def _split(x, micro_batch):
 
 def _loss(params: PyTree, frozen: PyTree, batch: RolloutBatch, hyper: Hyper, *, model: Model, config: StepConfig):
   """(summed loss, (weight, metrics)) of one micro-batch."""
-  stats = response_stats(model, params, frozen, batch, config.temperature, batch.topk_ids)
+  stats = response_stats(model, params, frozen, batch, config, batch.topk_ids)
   in_topk = jnp.any(stats.topk_ids == _response_tokens(batch)[..., None], axis=-1)
   # Cleaned before anything is exponentiated: what lies at masked positions may be anything.
   mask = batch.mask
@@ -134,7 +145,7 @@ def _loss(params: PyTree, frozen: PyTree, batch: RolloutBatch, hyper: Hyper, *, 
   per_token = policy
   mismatch = jnp.exp(batch.old_logp - batch.sampling_logp)
   metrics = {
-    "policy_loss": aggregate(policy),
+    "policy_loss": mean(policy),
     "entropy": mean(stats.entropy),
     "ratio": mean(aux.ratio),
     "ratio_max": Max(jnp.max(jnp.where(mask, aux.ratio, 0.0))),
@@ -142,9 +153,10 @@ def _loss(params: PyTree, frozen: PyTree, batch: RolloutBatch, hyper: Hyper, *, 
     "clip_fraction_high": mean(aux.clipped_high),
     "sampler_ratio": mean(mismatch),
     "sampler_ratio_max": Max(jnp.max(jnp.where(mask, mismatch, 0.0))),
+    "sampler_kl": mean(k3(batch.sampling_logp, batch.old_logp)),  # of one policy, computed in two ways: the noise floor of every KL here
   }
   if config.kl is not None:
-    head, tail = config.kl(stats, batch, in_topk)
+    head, tail, clamped = config.kl(stats, batch, in_topk)
     weight = importance_weight(stats.logp, batch.sampling_logp, config.kl_iw_low, config.kl_iw_high)
     unbounded = importance_weight(stats.logp, batch.sampling_logp)
     kl = head + weight * tail
@@ -155,7 +167,7 @@ def _loss(params: PyTree, frozen: PyTree, batch: RolloutBatch, hyper: Hyper, *, 
       "kl_tail": mean(weight * tail),
       "kl_weight": mean(weight),
       "kl_weight_clipped": mean(weight != unbounded),
-      "kl_beyond_max_log_ratio": mean(jnp.abs(stats.logp - batch.ref_logp) > MAX_LOG_RATIO),
+      "kl_clamped": mean(clamped),
     }
     if batch.topk_ids.shape[-1]:
       metrics["tail_hit_rate"] = mean(~in_topk)
@@ -163,6 +175,16 @@ def _loss(params: PyTree, frozen: PyTree, batch: RolloutBatch, hyper: Hyper, *, 
   total = aggregate(per_token)
   metrics["loss"] = total
   return total.sum, (total.weight, jax.lax.stop_gradient(metrics))
+
+
+def policy_kl(stats: TokenStats, ref: TokenStats, batch: RolloutBatch) -> Weighted:
+  """KL of the policy that `stats` scored to the model that `ref` scored, mean over trained tokens; both on the same top-k ids."""
+  mask = batch.mask
+  in_topk = jnp.any(stats.topk_ids == _response_tokens(batch)[..., None], axis=-1)
+  stats, ref = jax.tree.map(functools.partial(masking.clean, mask), (stats, ref))
+  return masking.masked_mean(
+    sum(topk_reverse_kl(stats.logp_topk, ref.logp_topk, stats.log_tail, ref.log_tail, stats.logp, ref.logp, in_topk)), mask
+  )
 
 
 def merge(stacked: Metrics) -> Metrics:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,12 @@ from emapg_jax.envs.task import Problem, Task, load_task
 from emapg_jax.models import decoder, hf
 from emapg_jax.models.tokenizer import ChatTokenizer
 from emapg_jax.rollout import sampler
-from emapg_jax.train_step import StepConfig, check_divides, init_state, score_step, train_step
+from emapg_jax.token_stats import LOGITS_PER_CHUNK
+from emapg_jax.train_step import StepConfig, check_divides, init_state, policy_kl, score_step, train_step
 from emapg_jax.types import PyTree, TrainState
 from experiments.estimators import ESTIMATORS
 
+LARGEST_EXACT = 8192
 TASKS = ("add", "between", "arithmetic", "math")
 
 
@@ -50,11 +53,30 @@ class Run:
   model: Callable
   step_config: StepConfig
   abstract_state: TrainState  # with shardings
-  topk: int
+  keep_initial: bool
   sample: Callable  # (params, prompts, prompt_length, keys) -> Rollout
   sample_greedy: Callable
   score: Callable  # (params, frozen, batch, ids) -> TokenStats
+  policy_kl: Callable  # (stats, ref, batch) -> Weighted
   train_step: Callable
+
+
+class CompiledOnce:
+  """A jitted function that warns when it compiles for shapes it has already seen: something that should be traced is not."""
+
+  def __init__(self, name: str, jitted: Callable):
+    self._name, self._jitted = name, jitted
+    self.shapes: set = set()
+
+  def __call__(self, *args: Any) -> Any:
+    """Calls the function."""
+    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(args))
+    before = self._jitted._cache_size()
+    result = self._jitted(*args)
+    if shapes in self.shapes and self._jitted._cache_size() > before:
+      warnings.warn(f"{self._name} was compiled again for shapes it had been compiled for", RuntimeWarning, stacklevel=2)
+    self.shapes.add(shapes)
+    return result
 
 
 def build_task(config: RunConfig) -> Task:
@@ -129,6 +151,11 @@ def _topk(config: RunConfig, vocab_size: int) -> int:
   if config.kl_coef == 0:
     return 0
   if config.kl in KL_EXACT:
+    if vocab_size > LARGEST_EXACT:
+      raise ValueError(
+        f"--kl={config.kl} holds a number per token and vocabulary entry, {vocab_size} here; it is for up to {LARGEST_EXACT} entries. "
+        f"Use --kl=topk_{config.kl.removeprefix('exact_')}, which is unbiased for any --kl_topk."
+      )
     return vocab_size
   if config.kl not in KL_TOPK:
     return 0
@@ -137,18 +164,29 @@ def _topk(config: RunConfig, vocab_size: int) -> int:
   return config.kl_topk
 
 
-def _step_config(config: RunConfig, mesh: jax.sharding.Mesh) -> StepConfig:
+def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) -> StepConfig:
   shards = sharding.batch_devices(mesh)
   if config.rows % shards:
     raise ValueError(
       f"--prompts_per_step={config.prompts_per_step} × --group_size={config.group_size} = {config.rows} sequences can't be spread over "
       f"{shards} devices (--mesh={config.mesh}): make them a multiple of {shards}."
     )
+  micro_batch = config.micro_batch * shards or config.rows // config.mini_batches
+  if micro_batch % shards:
+    raise ValueError(
+      f"A mini-batch of {micro_batch} sequences can't be spread over {shards} devices (--mesh={config.mesh}): change --mini_batches, "
+      "--prompts_per_step or --group_size, so that each device gets the same number."
+    )
+  if config.warmup_steps and config.warmup_batch % shards:
+    raise ValueError(f"--warmup_batch={config.warmup_batch} can't be spread over {shards} devices: make it a multiple of {shards}.")
   step_config = StepConfig(
-    micro_batch=config.micro_batch * shards or config.rows // config.mini_batches,
+    micro_batch=micro_batch,
     mini_batches=config.mini_batches,
     temperature=config.temperature,
     kl=ESTIMATORS[config.kl] if config.kl_coef > 0 else None,
+    head_chunk=max(1, LOGITS_PER_CHUNK // (micro_batch // shards * vocab_size)),
+    topk=_topk(config, vocab_size),
+    topk_approximate=config.kl_topk_approximate,
     kl_iw_low=config.kl_iw_low or None,
     kl_iw_high=config.kl_iw_high or None,
     clip_low=config.clip_low,
@@ -165,15 +203,17 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh) -> StepConfig:
 def build(config: RunConfig) -> Run:
   """Builds and checks all that can be checked without a compile."""
   mesh = sharding.make_mesh(config.mesh)
-  step_config = _step_config(config, mesh)
   task = build_task(config)
   tokenizer, model_config = _tokenizer_and_model(config, task)
-  topk = _topk(config, model_config.vocab_size)
-  if config.warmup_steps and not hasattr(task, "demonstration"):
-    raise ValueError(f"--warmup_steps={config.warmup_steps} needs demonstrations, and task {config.task} has none: set it to 0.")
-  if hasattr(task, "prompt_opens_think"):
-    task.prompt_opens_think = tokenizer.opens_think("", chat=True)
+  step_config = _step_config(config, mesh, model_config.vocab_size)
+  if config.warmup_steps and not (hasattr(task, "demonstration") and hasattr(task, "tokenizer")):
+    raise ValueError(
+      f"--warmup_steps={config.warmup_steps} needs a task with demonstrations and a tokenizer of its own, which {config.task} is not: "
+      "set it to 0."
+    )
   train = _prompts(config, task, tokenizer, list(task.prompts()))
+  if hasattr(task, "prompt_opens_think"):
+    task.prompt_opens_think = tokenizer.opens_think(train.problems[0].prompt, getattr(task, "chat", True))
   eval_problems = _eval_problems(config, task)
 
   def model(params: PyTree, frozen: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -202,14 +242,18 @@ def build(config: RunConfig) -> Run:
     model=model,
     step_config=step_config,
     abstract_state=jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
-    topk=topk,
-    sample=jax.jit(functools.partial(sample, temperature=config.temperature)),
-    sample_greedy=jax.jit(functools.partial(sample, temperature=0.0)),
-    score=jax.jit(functools.partial(score_step, model=model, config=step_config, topk=topk)),
-    train_step=jax.jit(
-      functools.partial(train_step, model=model, optimizer=optimizer, config=step_config, constrain=constrain),
-      donate_argnums=0,
-      out_shardings=(shardings, None),
+    keep_initial=config.keep_initial == "on" or (config.keep_initial == "auto" and hasattr(task, "tokenizer")),
+    sample=CompiledOnce("sample", jax.jit(functools.partial(sample, temperature=config.temperature))),
+    sample_greedy=CompiledOnce("sample_greedy", jax.jit(functools.partial(sample, temperature=0.0))),
+    score=CompiledOnce("score", jax.jit(functools.partial(score_step, model=model, config=step_config))),
+    policy_kl=CompiledOnce("policy_kl", jax.jit(policy_kl)),
+    train_step=CompiledOnce(
+      "train_step",
+      jax.jit(
+        functools.partial(train_step, model=model, optimizer=optimizer, config=step_config, constrain=constrain),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+      ),
     ),
   )
 
@@ -245,8 +289,11 @@ def memory_plan(run: Run) -> dict[str, int]:
   return {
     "params": per_device(state.params),
     "anchor": per_device(state.ema_params),
+    "initial model": per_device(state.params) if run.keep_initial else 0,
     "optimizer": per_device(state.opt_state),
     "gradients": 2 * per_device(state.params),
     "activations": micro * tokens * saved * width,
+    "top-k": 3 * config.rows // shards * config.max_new_tokens * run.step_config.topk * 8,
+    "logits": 3 * 4 * min(LOGITS_PER_CHUNK, micro * config.max_new_tokens * model.vocab_size),
     "kv cache": config.rows // shards * tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim * width,
   }

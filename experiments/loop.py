@@ -2,10 +2,12 @@
 
 import dataclasses
 import pathlib
+import shutil
 import signal
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from emapg_jax import data, metrics, optim
@@ -13,7 +15,7 @@ from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
 from emapg_jax.config import RUNTIME_FLAGS
 from emapg_jax.envs.task import score_all
 from emapg_jax.train_step import Hyper
-from emapg_jax.types import RolloutBatch, TrainState
+from emapg_jax.types import PyTree, RolloutBatch, TrainState, Weighted
 from experiments import flags, report, rollouts, warmup
 from experiments.build import Run, new_state, on_devices
 from experiments.plots import plot_curves
@@ -55,17 +57,23 @@ class StopRequest:
     report.say("stopping after this step; press Ctrl-C again to stop at once and lose it")
 
 
-def score_batch(run: Run, state: TrainState, batch: RolloutBatch) -> RolloutBatch:
-  """Adds old log-probs, top-k ids and the anchor's statistics; dispatched, not waited for."""
-  if run.step_config.kl is None:
-    return batch.replace(old_logp=run.score(state.params, (), batch).logp)
-  if run.config.topk_owner == "policy":
+def score_batch(run: Run, state: TrainState, initial: PyTree | None, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, Weighted]]:
+  """Adds old log-probs, top-k ids and the anchor's statistics; and the KL to the initial model. Dispatched, not waited for."""
+  ref = None
+  if run.step_config.kl is None or run.config.topk_owner == "policy":
     old = run.score(state.params, (), batch)
-    ref = run.score(state.ema_params, (), batch, old.topk_ids)
   else:
     ref = run.score(state.ema_params, (), batch)
-    old = run.score(state.params, (), batch, batch.topk_ids)  # K = 0: only the log-probs are wanted
-  return batch.replace(old_logp=old.logp, topk_ids=ref.topk_ids, ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail)
+    old = run.score(state.params, (), batch, ref.topk_ids)
+  numbers = {}
+  if initial is not None:
+    numbers["kl_initial"] = run.policy_kl(old, run.score(initial, (), batch, old.topk_ids), batch)
+  if run.step_config.kl is None:
+    return batch.replace(old_logp=old.logp), numbers
+  if ref is None:
+    ref = run.score(state.ema_params, (), batch, old.topk_ids)
+  batch = batch.replace(old_logp=old.logp, topk_ids=old.topk_ids)
+  return batch.replace(ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail), numbers
 
 
 def hyper(run: Run, step: int) -> Hyper:
@@ -79,8 +87,10 @@ def hyper(run: Run, step: int) -> Hyper:
   )
 
 
-def rl_step(run: Run, state: TrainState, stream: data.PromptStream, step: int, while_updating) -> tuple[TrainState, dict, list[dict]]:
-  """One RL step; `while_updating` is host work to do while the devices are busy. Returns state, metrics and sample rows."""
+def rl_step(
+  run: Run, state: TrainState, initial: PyTree | None, stream: data.PromptStream, step: int
+) -> tuple[TrainState, dict, list[dict]]:
+  """One RL step: the next state, metrics and sample rows. Each phase is waited for, so that its time is its own."""
   config, clock = run.config, Clock()
   uids = stream.take(config.prompts_per_step)
   rows = np.repeat(stream.indices(uids), config.group_size)
@@ -89,11 +99,10 @@ def rl_step(run: Run, state: TrainState, stream: data.PromptStream, step: int, w
   scores = score_all(run.task, responses.problems, responses.texts)
   batch, numbers = rollouts.to_batch(run, responses, scores, uids)
   clock.lap("reward")
-  batch = jax.block_until_ready(score_batch(run, state, on_devices(run, batch)))
+  batch, scored = jax.block_until_ready(score_batch(run, state, initial, on_devices(run, batch)))
   clock.lap("anchor")
   state, device_metrics = run.train_step(state, (), batch, hyper(run, step))
-  while_updating()
-  numbers |= metrics.reduce(device_metrics)
+  numbers |= metrics.reduce(device_metrics | scored)
   clock.lap("update")
   numbers |= getattr(run.task, "metrics", dict)()
   numbers["learning_rate"] = config.learning_rate * optim.warmup(step, config.lr_warmup_steps)
@@ -102,41 +111,59 @@ def rl_step(run: Run, state: TrainState, stream: data.PromptStream, step: int, w
   return state, numbers, rollouts.log_samples(run, responses, scores, "train", min(config.samples_logged, config.rows))
 
 
-def start(run: Run, checkpointer: Checkpointer, writer: metrics.MetricsWriter) -> tuple[TrainState, HostState]:
+def start(
+  run: Run, checkpointer: Checkpointer, writer: metrics.MetricsWriter, workdir: pathlib.Path, stop: StopRequest
+) -> tuple[TrainState, HostState]:
   """The state to go on from: the latest checkpoint, or a fresh one (warmed up when the run asks for it)."""
-  saved_flags = checkpointer.flags_of_latest()
-  if saved_flags is not None:
-    accepted = flags_difference(saved_flags, flags.as_strings(run.config), RUNTIME_FLAGS, run.config.override)
+  now = flags.as_strings(run.config)
+  saved = checkpointer.flags_of_latest()
+  if saved is not None:
+    accepted = flags_difference(saved, now, RUNTIME_FLAGS, run.config.override)
     state, host = checkpointer.restore_latest(run.abstract_state)
     step = int(state.step)
-    writer.truncate_after(step)
+    writer.truncate_after(step or -1)  # step 0 is evaluated again
     report.say(f"resumed at step {step}" + "".join(f"; {name} is now {new}, was {old}" for name, (old, new) in accepted.items()))
-    return state, dataclasses.replace(host, flags=flags.as_strings(run.config))
-  writer.truncate_after(-1)
+    return state, dataclasses.replace(host, flags=now)
+  if (workdir / "metrics.jsonl").exists():
+    raise ValueError(
+      f"{workdir} holds the metrics of a run, but no checkpoint to resume it from. Start in another --workdir, or remove this one; "
+      "--save_every above 0 makes a run resumable."
+    )
   state = new_state(run)
   if run.config.warmup_steps:
-    state = warmup.warm_up(run, state, report.say)
-  return state, HostState(flags=flags.as_strings(run.config))
+    state = warmup.warm_up(run, state, stop)
+  return state, HostState(flags=now)
+
+
+def keep_initial(run: Run, state: TrainState, folder: pathlib.Path) -> PyTree:
+  """The policy as it was before the first RL step: a copy, saved beside the checkpoints at step 0 and read back on resume."""
+  fresh = int(state.step) == 0
+  if fresh:
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that never came to a checkpoint
+  with Checkpointer(str(folder), 1) as saved:
+    if fresh:
+      initial = jax.tree.map(jnp.copy, state.params)
+      saved.save(0, initial, HostState())
+      return initial
+    found = saved.restore_latest(run.abstract_state.params)
+  if found is None:
+    raise ValueError(
+      f"The initial model, to which this run logs its KL, is missing from {folder}: put it back, or go on without it by "
+      "--keep_initial=off --override=keep_initial."
+    )
+  return found[0]
 
 
 class Log:
-  """Metric lines, each held back until its step is complete, so that files are written while the devices work."""
+  """Where the numbers of a step go: the metrics writer, the progress line, and remarks on what looks wrong."""
 
-  def __init__(self, run: Run, writer: metrics.MetricsWriter, progress: metrics.Progress):
-    self._run, self._writer, self._progress = run, writer, progress
-    self._held: tuple[int, dict, list[dict]] | None = None
+  def __init__(self, writer: metrics.MetricsWriter, progress: metrics.Progress):
+    self._writer, self._progress = writer, progress
+    self._warned: set[str] = set()
     self.last: dict[str, float] = {}
-    self._warned = False
 
-  def hold(self, step: int, numbers: dict, samples: list[dict]) -> None:
-    """Keeps the line of a step for the next `flush`."""
-    self._held = (step, numbers, samples)
-
-  def flush(self) -> None:
-    """Writes the line that is held, if any."""
-    if self._held is None:
-      return
-    (step, numbers, samples), self._held = self._held, None
+  def write(self, step: int, numbers: dict, samples: list[dict]) -> None:
+    """Writes the line of a step, and its samples if there are any."""
     self._writer.write(step, numbers)
     if samples:
       self._writer.write_samples(step, samples)
@@ -144,12 +171,25 @@ class Log:
     if step:
       names = ("score_mean", "kl", "entropy", "response_length", "eval_greedy", "eval_sampled")
       self._progress.update(step, {name: numbers[name] for name in names if name in numbers})
-    if numbers.get("degenerate", 0) > FLAT_GROUPS_WARNING and not self._warned:
-      self._warned = True
-      report.say(
-        f"warning: at step {step} {numbers['degenerate']:.0%} of the groups have equal rewards and train nothing. If that stays, the task "
-        "is too hard or too easy for this policy: change the data, the group size or the reward."
+    if step == 1 and "sampler_kl" in numbers:
+      report.say(f"noise floor of the KL: {numbers['sampler_kl']:.2g} nats per token (the policy to itself, sampler against trainer)")
+    if numbers.get("degenerate", 0) > FLAT_GROUPS_WARNING:
+      self._warn(
+        "flat groups",
+        f"at step {step} {numbers['degenerate']:.0%} of the groups have equal rewards and train nothing. If that stays, the task is too "
+        "hard or too easy for this policy: change the data, the group size or the reward.",
       )
+    if step > 1 and 0 <= numbers.get("kl", -1.0) < numbers.get("sampler_kl", 0.0):
+      self._warn(
+        "noise floor",
+        f"at step {step} the KL to the anchor, {numbers['kl']:.2g}, lies below the noise floor of {numbers['sampler_kl']:.2g} (the policy "
+        "to itself, sampler against trainer): its gradient is rounding. Compute in float32, or let the anchor lag more.",
+      )
+
+  def _warn(self, kind: str, text: str) -> None:
+    if kind not in self._warned:
+      self._warned.add(kind)
+      report.say(f"warning: {text}")
 
   def close(self) -> None:
     """Ends the progress line."""
@@ -159,41 +199,43 @@ class Log:
 def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
   """Runs to `--steps` and returns the last value of each metric."""
   config = run.config
-  writer = metrics.MetricsWriter(str(workdir))
-  with StopRequest() as stop, Checkpointer(str(workdir / "checkpoints"), config.keep_last) as checkpointer:
-    state, host = start(run, checkpointer, writer)
+  with (
+    StopRequest() as stop,
+    metrics.MetricsWriter(str(workdir)) as writer,
+    Checkpointer(str(workdir / "checkpoints"), config.keep_last) as checkpointer,
+  ):
+    state, host = start(run, checkpointer, writer, workdir, stop)
+    initial = keep_initial(run, state, workdir / "initial") if run.keep_initial else None
     flags.write(config, workdir / "flags.txt")
     stream = data.PromptStream(len(run.train.problems), config.seed)
     stream.position = host.position
     step = int(state.step)
     if step >= config.steps:
       report.say(f"the run is complete: checkpoint {step} of --steps={config.steps} is there; raise --steps to go on")
-    log = Log(run, writer, metrics.Progress(config.steps, initial=step))
+    log = Log(writer, metrics.Progress(config.steps, initial=step))
     if step == 0:
-      first, samples = rollouts.evaluate(run, state.params, 0) if run.eval else ({}, [])
-      report.evaluation(0, first)
-      log.hold(0, first, samples)
-      log.flush()
+      found, samples = rollouts.evaluate(run, state.params, 0) if run.eval else ({}, [])
+      report.evaluation(0, found)
+      log.write(0, found, samples)
       if config.save_every:
         checkpointer.save(0, state, host)
     while step < config.steps and not stop.asked:
       step += 1
-      state, numbers, samples = rl_step(run, state, stream, step, log.flush)
+      state, numbers, samples = rl_step(run, state, initial, stream, step)
       host = _count_bad(run, host, numbers, stream.position)
       last = step == config.steps
       evaluated = bool(run.eval) and (step % config.eval_every == 0 or last)
       if evaluated:
         found, eval_samples = rollouts.evaluate(run, state.params, step)
         numbers, samples = numbers | found, samples + eval_samples
-      log.hold(step, numbers, samples if evaluated or last or step == 1 else [])
-      if config.save_every and (step % config.save_every == 0 or last):
-        log.flush()  # a checkpoint without its line would leave a gap when the run is killed here
+      # The line comes before the checkpoint: the other way round a kill in between would leave a gap.
+      log.write(step, numbers, samples if evaluated or last or step == 1 or host.bad_in_row else [])
+      _stop_if_bad(run, host)
+      if config.save_every and (step % config.save_every == 0 or last) and not host.bad_in_row:
         checkpointer.save(step, state, host)
-    log.flush()
     log.close()
     if stop.asked:
       checkpointer.save(step, state, host)
-  writer.close()
   plot_curves(workdir / "metrics.jsonl", workdir / "curves.png")
   if stop.asked and step < config.steps:
     report.say(f"stopped at step {step} of {config.steps}; saved to {workdir / 'checkpoints' / str(step)}; the same command resumes")
@@ -202,12 +244,15 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
 
 
 def _count_bad(run: Run, host: HostState, numbers: dict[str, float], position: int) -> HostState:
-  """Books the skipped updates of a step; raises when too many steps in a row had no good one."""
+  """Books the skipped updates of a step, and where the data stream is."""
   skipped = round(numbers["bad_updates"] * run.config.mini_batches)
   in_row = host.bad_in_row + 1 if skipped == run.config.mini_batches else 0
-  if in_row >= run.config.max_bad_steps:
-    raise ValueError(
-      f"No update of the last {in_row} RL steps had a finite loss and gradient (--max_bad_steps={run.config.max_bad_steps}); the last "
-      "checkpoint holds finite weights. Lower the learning rate or the KL coefficient, or look at samples.jsonl for what went wrong."
-    )
   return dataclasses.replace(host, position=position, bad_in_row=in_row, bad_total=host.bad_total + skipped)
+
+
+def _stop_if_bad(run: Run, host: HostState) -> None:
+  if host.bad_in_row >= run.config.max_bad_steps:
+    raise ValueError(
+      f"No update of the last {host.bad_in_row} RL steps had a finite loss and gradient (--max_bad_steps={run.config.max_bad_steps}); the "
+      "last checkpoint is of a good step. Lower the learning rate or the KL coefficient, or look at samples.jsonl for what went wrong."
+    )

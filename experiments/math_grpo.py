@@ -12,13 +12,17 @@ import pathlib
 import sys
 import time
 
+import absl.flags
 import jax
 from absl import app
 
+from emapg_jax.checkpoint import CheckpointError
+from emapg_jax.envs.grading_pool import GradingError
 from experiments import flags, loop, report
 from experiments.build import build
 
 flags.define()
+absl.flags.adopt_module_key_flags(flags)  # so that --help shows them
 
 
 def _effective(config):
@@ -47,7 +51,7 @@ def main(argv: list[str]) -> None:
     with contextlib.closing(run.task) if hasattr(run.task, "close") else contextlib.nullcontext():
       last = loop.train(run, workdir)
     report.summary(_first_evaluation(workdir), last, workdir, time.time() - began)
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, CheckpointError, GradingError) as error:
     report.fail(error)
 
 

@@ -35,7 +35,7 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   if config.kl_coef > 0:
     life = anchor.half_life(config.ema_decay, config.ema_period)
     kind = "fixed anchor" if config.ema_decay == 1 else f"EMA anchor, half-life {life:.1f} RL steps"
-    of = f", K={run.topk} of {run.model_config.vocab_size} ids" if run.topk else ""
+    of = f", K={run.step_config.topk} of {run.model_config.vocab_size} ids" if run.step_config.topk else ""
     say(f"KL: {config.kl}{of}, coefficient {config.kl_coef:g}, {kind} (η={config.ema_decay:g} every {config.ema_period} steps)")
     if config.kl == "k1":
       say("warning: k1 in the loss has an expected gradient of zero: it adds noise and no pull. Use topk_reverse or k3pp.")

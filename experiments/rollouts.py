@@ -75,7 +75,9 @@ def to_batch(run: Run, responses: Responses, scores: np.ndarray, uids: np.ndarra
 
 
 def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], list[dict]]:
-  """Mean score over the evaluation problems, sampled at the training temperature and greedy; and a few samples for the log."""
+  """Mean score over the evaluation problems, sampled at the training temperature and greedy; the task's counters; samples for the log."""
+  counters = getattr(run.task, "metrics", dict)
+  counters()  # what came before belongs to no evaluation
   metrics, samples = {}, []
   for kind in ("sampled", "greedy"):
     scores, count, width = [], len(run.eval.problems), run.config.rows
@@ -89,7 +91,7 @@ def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], lis
       if start == 0:
         samples += log_samples(run, responses, scores[0], kind, min(real, run.config.samples_logged))
     metrics[f"eval_{kind}"] = float(np.nanmean(np.concatenate(scores)))
-  return metrics, samples
+  return metrics | {f"eval_{name}": value for name, value in counters().items()}, samples
 
 
 def log_samples(run: Run, responses: Responses, scores: np.ndarray, kind: str, count: int) -> list[dict]:

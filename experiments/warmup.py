@@ -1,17 +1,19 @@
 """Supervised warm-up of an embedded task: next-token training on the task's own demonstrations, before the first RL step."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import optax
 
-from emapg_jax import masking, optim, streams
+from emapg_jax import masking, optim, sharding, streams
 from emapg_jax.envs.task import score_all
 from emapg_jax.rollout import batching
 from emapg_jax.train_step import init_state, response_stats
 from emapg_jax.types import RolloutBatch, TrainState
 from experiments.build import Run, on_devices
+from experiments.report import say
 from experiments.rollouts import respond
 
 CHECK_EVERY = 20  # supervised steps between looks at the greedy accuracy
@@ -20,7 +22,7 @@ CHECK_ROWS = 512
 
 def _update(params, opt_state, batch: RolloutBatch, *, run: Run, optimizer: optax.GradientTransformation):
   def loss(params):
-    stats = response_stats(run.model, params, (), batch, temperature=1.0, topk_ids=batch.topk_ids)
+    stats = response_stats(run.model, params, (), batch, dataclasses.replace(run.step_config, temperature=1.0), batch.topk_ids)
     mean = masking.masked_mean(-stats.logp, batch.mask)
     return mean.sum / mean.weight
 
@@ -57,16 +59,25 @@ def greedy_accuracy(run: Run, params) -> float:
   return float(np.mean(np.concatenate(scores)))
 
 
-def warm_up(run: Run, state: TrainState, say) -> TrainState:
-  """The state after the supervised steps: fresh optimizer, anchor a copy of the warmed-up policy, step 0."""
+def warm_up(run: Run, state: TrainState, stop) -> TrainState:
+  """The state after the supervised steps: fresh optimizer, anchor a copy of the warmed-up policy, step 0. `stop.asked` ends the program."""
   config = run.config
   optimizer = optim.make_optimizer(config.warmup_learning_rate, weight_decay=0.0)
-  update = jax.jit(functools.partial(_update, run=run, optimizer=optimizer), donate_argnums=(0, 1))
+  shardings = jax.tree.map(lambda a: a.sharding, run.abstract_state)
+  opt_shardings = sharding.tree_shardings(run.mesh, jax.eval_shape(optimizer.init, state.params))
+  update = jax.jit(
+    functools.partial(_update, run=run, optimizer=optimizer),
+    donate_argnums=(0, 1),
+    out_shardings=(shardings.params, opt_shardings, None),
+  )
   rng = np.random.default_rng([config.seed, streams.WARMUP])
-  params, opt_state, done, accuracy = state.params, jax.jit(optimizer.init)(state.params), 0, None
+  params, opt_state, done, accuracy = state.params, jax.jit(optimizer.init, out_shardings=opt_shardings)(state.params), 0, None
   while done < config.warmup_steps:
     params, opt_state, loss = update(params, opt_state, on_devices(run, _demonstrations(run, rng)))
     done += 1
+    if stop.asked:
+      say("stopped in the supervised warm-up, of which nothing is kept")
+      raise SystemExit(130)
     if config.warmup_accuracy and done % CHECK_EVERY == 0:
       accuracy = greedy_accuracy(run, params)
       if accuracy >= config.warmup_accuracy:
@@ -76,6 +87,5 @@ def warm_up(run: Run, state: TrainState, say) -> TrainState:
   if config.warmup_accuracy and (accuracy is None or accuracy < config.warmup_accuracy):
     say(f"warm-up ended at its limit of {done} steps below the greedy accuracy of {config.warmup_accuracy} that was asked for")
   say(f"warm-up: {done} supervised steps, loss {float(loss):.3f}" + (f", greedy accuracy {accuracy:.3f}" if accuracy is not None else ""))
-  shardings = jax.tree.map(lambda a: a.sharding, run.abstract_state)
   init = functools.partial(init_state, optimizer=run.optimizer, with_anchor=config.uses_anchor)
   return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)

@@ -21,7 +21,7 @@ from absl import logging as absl_logging
 from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
+from emapg_jax.checkpoint import Checkpointer, CheckpointError, HostState, flags_difference
 from emapg_jax.types import TrainState
 
 HOST = HostState(position=12, bad_in_row=1, bad_total=3, flags={"seed": "0", "kl": "k4"})
@@ -236,12 +236,12 @@ def test_a_failed_write_raises_and_keeps_the_only_good_checkpoint(tmp_path):
   checkpointer.save(1, big, HOST)
   checkpointer.wait()
   with full_disk(10_000):
-    with pytest.raises(RuntimeError, match=r"Checkpoint 2 could not be written to .*Checkpoint 1 is whole"):
+    with pytest.raises(CheckpointError, match=r"Checkpoint 2 could not be written to .*Checkpoint 1 is whole"):
       checkpointer.save(2, big, HOST)
       checkpointer.wait()
     assert checkpointer.latest_step() == 1
     checkpointer.save(3, big, HOST)
-    with pytest.raises(RuntimeError, match="Checkpoint 3 could not be written"):
+    with pytest.raises(CheckpointError, match="Checkpoint 3 could not be written"):
       checkpointer.close()
     checkpointer.close()
   with Checkpointer(str(tmp_path), 1) as checkpointer:
@@ -259,7 +259,7 @@ def test_a_failure_at_the_end_gives_an_exit_code(tmp_path):
   """
   done = run_python(code, str(tmp_path), XLA_FLAGS="", JAX_ENABLE_COMPILATION_CACHE="false")
   assert done.returncode == 1
-  assert "RuntimeError: Checkpoint 1 could not be written" in done.stderr
+  assert "CheckpointError: Checkpoint 1 could not be written" in done.stderr
 
 
 def test_a_step_is_saved_once_and_never_behind_a_later_one(tmp_path):

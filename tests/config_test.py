@@ -24,6 +24,13 @@ from experiments.estimators import ESTIMATORS
     ({"dual_clip": 0.5}, r"--dual_clip=0.5 must be above 1"),
     ({"prompts_per_step": 3, "group_size": 3, "mini_batches": 2}, r"= 9 sequences do not divide into --mini_batches=2"),
     ({"kl": "k3", "kl_topk": 8}, r"--kl_topk=8 has no meaning for --kl=k3"),
+    ({"task": "add", "train_data": ("a.jsonl",)}, r"--train_data=.* has no effect unless --task=math"),
+    ({"task": "between", "digits": 1}, r"--digits=1 has no effect unless --task is add or arithmetic"),
+    ({"task": "arithmetic", "model_path": "m", "num_heads": 2}, r"--num_heads=2 has no effect with --model_path"),
+    ({"warmup_accuracy": 0.5}, r"--warmup_accuracy=0.5 has no effect with --warmup_steps=0"),
+    ({"kl_coef": 0.0, "kl_iw_high": 2.0}, r"--kl_iw_high=2.0 has no effect with --kl_coef=0"),
+    ({"kl": "k3", "kl_topk_approximate": True}, r"--kl_topk_approximate=True has no effect unless --kl is a top-k estimator"),
+    ({"model_path": "m", "chat_template": "a\nb"}, r"--chat_template holds line breaks"),
     ({"kl_iw_low": 2.0, "kl_iw_high": 1.0}, r"--kl_iw_low=2.0 lies above --kl_iw_high=1.0"),
   ],
 )
@@ -51,7 +58,7 @@ def test_anchor_is_kept_when_something_could_read_it():
 
 
 def test_flagfile_repeats_the_run(tmp_path):
-  config = RunConfig(task="add", steps=7, remat=False, train_data=("a.jsonl", "b.parquet"), kl_coef=1e-7, mesh="data:2,fsdp:-1")
+  config = RunConfig(task="math", steps=7, remat=False, train_data=("a.jsonl", "b.parquet"), kl_coef=1e-7, mesh="data:2,fsdp:-1")
   flags.write(config, tmp_path / "flags.txt")
   code = (
     "import sys; from absl import flags as f; from experiments import flags; flags.define(); f.FLAGS(sys.argv); print(repr(flags.read()))"

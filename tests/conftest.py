@@ -4,18 +4,25 @@ LLVM does not optimise: the tests compile much and compute little, and this halv
 """
 
 import os
+import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 # One compilation cache for the run, shared by workers and by the subprocesses that tests start.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="emapg_jax_cache_"))
+_OWN_CACHE = os.path.join(tempfile.gettempdir(), f"emapg_jax_cache_{os.getpid()}")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _OWN_CACHE)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_unconfigure(config):
+  if not hasattr(config, "workerinput"):
+    shutil.rmtree(_OWN_CACHE, ignore_errors=True)
 
 
 @pytest.fixture

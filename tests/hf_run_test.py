@@ -57,6 +57,7 @@ def test_problems_from_a_file_and_groups_without_spread(tmp_path, capsys):
     task="math",
     model_path=str(DATA / "tiny_qwen2"),
     train_data=(str(tmp_path / "train.jsonl"),),
+    eval_data=(str(tmp_path / "train.jsonl"),),
     max_prompt_tokens=128,
     kl_coef=0.0,
     grading_workers=1,
@@ -64,12 +65,13 @@ def test_problems_from_a_file_and_groups_without_spread(tmp_path, capsys):
   assert built.task.prompt_opens_think, "the template ends in <think>"
   assert "boxed" in built.train.problems[0].prompt
   last = lines[-1]
+  assert last["eval_no_answer"] == 12, "six problems, sampled and greedy; they are no part of the training counts"
   assert last["score_mean"] == 0
   assert last["solve_none"] == last["degenerate"] == 1
   assert last["policy_loss"] == 0
   assert last["grad_norm"] == 0
   assert last["bad_updates"] == 0
-  assert last["no_answer"] == 8
+  assert lines[1]["no_answer"] == last["no_answer"] == 8
   assert "have equal rewards and train nothing" in capsys.readouterr().out
 
 

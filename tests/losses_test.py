@@ -209,3 +209,11 @@ def test_clip_loss_and_aggregation_with_garbage_at_masked_positions(strict_dtype
   value, grad = jax.value_and_grad(total)(logp)
   np.testing.assert_allclose(value, -2)
   np.testing.assert_allclose(grad, [[-2, 0, 0]])
+
+
+def test_advantage_zero_is_zero_whatever_the_ratio():
+  """Groups without spread are the usual case; one overflowing ratio among them must not spoil the mini-batch."""
+  loss = lambda logp: jnp.sum(losses.ppo_clip(logp, jnp.zeros(2), jnp.zeros(2))[0])  # noqa: E731
+  logp = jnp.asarray([200.0, -200.0])
+  assert float(loss(logp)) == 0
+  assert np.all(np.asarray(jax.grad(loss)(logp)) == 0)

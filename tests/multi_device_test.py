@@ -63,7 +63,7 @@ def test_scores_and_samples(spec):
   params = jax.device_put(tiny.params(), sharding.tree_shardings(mesh, tiny.params()))
   data = tiny.batch()
   sharded = jax.device_put(jax.device_get(data), sharding.batch_sharding(mesh))
-  score = jax.jit(functools.partial(score_step, model=tiny.model, config=tiny.config(micro_batch=8), topk=tiny.TOPK))
+  score = jax.jit(functools.partial(score_step, model=tiny.model, config=tiny.config(micro_batch=8, topk=tiny.TOPK)))
   chex.assert_trees_all_close(jax.device_get(score(params, (), sharded, sharded.topk_ids)).logp, data.old_logp, atol=1e-5)
 
   sample = jax.jit(functools.partial(sampler.sample, tiny.CONFIG, max_new_tokens=6, temperature=1.0, eos_ids=(3,), pad_id=0))

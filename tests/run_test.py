@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import pytest
 
 from emapg_jax.checkpoint import Checkpointer
 from emapg_jax.config import RunConfig
-from experiments import loop
-from experiments.build import build
+from emapg_jax.envs.embedded import AddTask
+from experiments import loop, warmup
+from experiments.build import CompiledOnce, build, new_state
 
 TINY = RunConfig(
   task="add",
@@ -43,6 +45,8 @@ TINY = RunConfig(
   eval_problems=20,
   save_every=3,
 )
+TINY_LLAMA = str(pathlib.Path(__file__).parent / "data" / "tiny_llama")
+HF = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "warmup_steps": 0}  # what a run from a model folder leaves at its default
 TIMES = ("seconds_", "tokens_per_second")
 
 
@@ -69,7 +73,18 @@ def test_what_a_run_leaves(whole):
   assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
   names = (
     *("score_mean", "reward_mean", "loss", "policy_loss", "kl", "entropy", "grad_norm", "response_length", "truncated_fraction"),
-    *("solve_none", "solve_all", "anchor_distance", "topk_mass", "tail_hit_rate", "kl_head", "kl_tail", "kl_weight", "learning_rate"),
+    *(
+      "solve_none",
+      "solve_all",
+      "anchor_distance",
+      "topk_mass",
+      "tail_hit_rate",
+      "kl_head",
+      "kl_tail",
+      "kl_weight",
+      "learning_rate",
+      "kl_initial",
+    ),
   )
   assert all(name in line for line in lines[1:] for name in names)
   assert [("eval_sampled" in line, "eval_greedy" in line) for line in lines] == [(step % 3 == 0,) * 2 for step in range(7)]
@@ -92,6 +107,14 @@ def test_rollouts_change_the_weights_and_the_anchor_lags(whole):
   assert lines[6]["kl"] > lines[1]["kl"]
 
 
+@pytest.mark.parametrize("kl", ["topk_forward", "exact_forward", "k5", "score_topk_reverse"])
+def test_kl_whose_ids_are_the_anchors_or_none(kl, tmp_path):
+  topk = {} if kl in ("topk_forward", "score_topk_reverse") else {"kl_topk": 0}
+  _, _, lines = run(dataclasses.replace(TINY, kl=kl, steps=3, eval_every=0, warmup_steps=5, **topk), tmp_path)
+  assert abs(lines[1]["kl"]) < abs(lines[3]["kl"])
+  assert ("topk_mass" in lines[1]) == (kl != "k5")
+
+
 @pytest.mark.crash
 def test_resume_is_bit_exact_twice(whole, tmp_path):
   _, state, host, lines = whole
@@ -104,6 +127,22 @@ def test_resume_is_bit_exact_twice(whole, tmp_path):
   again, _, again_lines = run(TINY, tmp_path)
   chex.assert_trees_all_equal(again, state)
   assert again_lines == lines
+
+
+def test_the_initial_model_is_kept_apart_from_the_anchor(whole):
+  workdir, _, _, lines = whole
+  # The anchor follows (η = 0.7 every 2 steps), the initial model does not.
+  assert lines[6]["kl_initial"] > 1.2 * lines[6]["kl"]
+  assert lines[1]["kl_initial"] == pytest.approx(0, abs=1e-6)
+  assert (workdir / "initial" / "0").is_dir()
+
+
+def test_resume_without_the_initial_model_is_an_error(tmp_path):
+  short = dataclasses.replace(TINY, steps=1, eval_every=0, save_every=1, warmup_steps=1)
+  run(short, tmp_path)
+  shutil.rmtree(tmp_path / "initial")
+  with pytest.raises(ValueError, match=r"initial model.*is missing from .*initial.*--keep_initial=off"):
+    run(dataclasses.replace(short, steps=2), tmp_path)
 
 
 def test_resume_with_another_setting_is_refused_unless_overridden(tmp_path):
@@ -125,8 +164,24 @@ def test_mesh_may_change_on_resume(tmp_path):
   assert [line["step"] for line in lines] == [0, 1, 2]
 
 
-def bad(**changes):
-  return build(dataclasses.replace(TINY, **changes))
+@pytest.fixture
+def compiles():
+  """The number of compilations so far, as a function."""
+  seen = []
+
+  def listen(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+      seen.append(duration)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield lambda: len(seen)
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_compilations_are_counted(compiles):
+  before = compiles()
+  jax.jit(lambda x: x * 17 - compiles())(1.0)
+  assert compiles() > before
 
 
 @pytest.mark.parametrize(
@@ -136,20 +191,27 @@ def bad(**changes):
     ({"micro_batch": 3, "mesh": "data:1,fsdp:1,tensor:8"}, r"does not split into 2 mini-batches of micro-batches of 3"),
     ({"prompts_per_step": 3}, r"= 12 sequences can't be spread over 8 devices"),
     ({"max_prompt_tokens": 3}, r"no prompt is left"),
-    ({"task": "ad"}, r"--task=ad is unknown"),
-    ({"task": "math"}, r"--task=math needs --train_data"),
+    ({"task": "ad", "digits": 2}, r"--task=ad is unknown"),
+    ({"task": "math", "digits": 2}, r"--task=math needs --train_data"),
     ({"task": "arithmetic", "warmup_steps": 0}, r"--task=arithmetic needs --model_path"),
-    ({"model_path": "/nowhere"}, r"brings its own tokenizer"),
-    ({"task": "no_such_module:make"}, r"no module 'no_such_module'"),
+    ({"model_path": "/nowhere", "hidden_size": 64, "num_layers": 2, "num_heads": 4}, r"brings its own tokenizer"),
+    ({"task": "no_such_module:make", "digits": 2}, r"no module 'no_such_module'"),
     ({"mesh": "data:5"}, r"does not fit 8 devices"),
+    ({"warmup_batch": 100}, r"--warmup_batch=100 can't be spread over 8 devices"),
+    ({"prompts_per_step": 8, "mini_batches": 8}, r"A mini-batch of 4 sequences can't be spread over 8 devices"),
+    (
+      HF | {"task": "tests.parity:make", "digits": 2, "model_path": TINY_LLAMA, "warmup_steps": 1},
+      r"needs a task with demonstrations and a tokenizer",
+    ),
     ({"hidden_size": 15}, r"--hidden_size=15 is not a multiple"),
-    ({"task": "arithmetic", "model_path": "/nowhere", "warmup_steps": 0}, r"/nowhere"),
+    (HF | {"task": "arithmetic", "model_path": "/nowhere"}, r"/nowhere"),
   ],
 )
-def test_bad_input_is_refused_before_anything_compiles(changes, text, monkeypatch):
-  monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled"))
+def test_bad_input_is_refused_before_anything_compiles(changes, text, compiles):
+  before = compiles()
   with pytest.raises(ValueError, match=text):
-    bad(**changes)
+    build(dataclasses.replace(TINY, **changes))
+  assert compiles() == before
 
 
 def command(*args):
@@ -223,15 +285,67 @@ def test_interrupt_saves_and_says_where_and_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.crash
-def test_killed_run_goes_on_from_its_last_checkpoint(whole, tmp_path):
-  """kill -9 at some step after the first checkpoint; the same command then ends where the undisturbed run does."""
-  _, _, _, lines = whole
-  process = start_and_wait_for_step(tiny_flags(tmp_path, steps=100_000, mesh="data:1"), tmp_path, 5)
+def test_killed_run_ends_where_the_undisturbed_one_does(tmp_path):
+  """kill -9 after the checkpoint of step 3; the same command then gives the lines of a run that nobody disturbed."""
+  undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+  done = cli(*tiny_flags(undisturbed, steps=12, mesh="data:1"))
+  assert done.returncode == 0, done.stderr
+  process = start_and_wait_for_step(tiny_flags(killed, steps=12, mesh="data:1", eval_every=1), killed, 5)
   process.kill()
   process.communicate()
-  done = cli(*tiny_flags(tmp_path, mesh="data:1"))
+  done = cli(*tiny_flags(killed, steps=12, mesh="data:1"))
   assert done.returncode == 0, done.stderr
-  assert "resumed at step" in done.stdout or "the run is complete" in done.stdout
-  steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-  assert steps == sorted(set(steps))
-  assert steps[:7] == [line["step"] for line in lines]
+  assert "resumed at step" in done.stdout
+
+  def numbers(workdir):
+    skip = (*TIMES, "eval_")
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(skip)} for line in lines]
+
+  assert numbers(killed) == numbers(undisturbed)
+
+
+def test_resume_from_the_warm_up_has_every_step_once(tmp_path):
+  short = dataclasses.replace(TINY, steps=2, save_every=2, eval_every=2, warmup_steps=1)
+  _, _, lines = run(short, tmp_path)
+  shutil.rmtree(tmp_path / "checkpoints" / "2")
+  _, _, again = run(short, tmp_path)
+  assert [line["step"] for line in again] == [0, 1, 2]
+  assert again == lines
+
+
+def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path):
+  short = dataclasses.replace(TINY, steps=1, save_every=0, eval_every=0, warmup_steps=1, workdir=str(tmp_path))
+  loop.train(build(short), tmp_path)
+  before = (tmp_path / "metrics.jsonl").read_bytes()
+  with pytest.raises(ValueError, match=r"holds the metrics of a run, but no checkpoint"):
+    loop.train(build(short), tmp_path)
+  assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_step_on_which_nothing_is_trained(tmp_path, monkeypatch):
+  """Every score is NaN: no token is trained on, nothing moves, the run goes on."""
+  monkeypatch.setattr(AddTask, "score", lambda *_: float("nan"))
+  short = dataclasses.replace(TINY, steps=2, save_every=1, eval_every=0, warmup_steps=1)
+  state, _, lines = run(short, tmp_path)
+  assert lines[2]["unscored"] == 32
+  assert "kl" not in lines[2]
+  assert lines[2]["grad_norm"] == 0
+  assert int(state.step) == 2
+
+
+def test_warm_up_compiles_once_and_gives_the_layout_of_the_run(tmp_path):
+  built = build(dataclasses.replace(TINY, mesh="data:2,fsdp:2,tensor:2", warmup_steps=3, workdir=str(tmp_path)))
+  with loop.StopRequest() as stop:
+    state = warmup.warm_up(built, new_state(built), stop)
+  assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, built.abstract_state)
+
+
+def test_a_second_compilation_for_the_same_shapes_is_a_warning():
+  twice = CompiledOnce("twice", jax.jit(lambda x, y: x * y))
+  twice(np.float32(1), np.float32(2))
+  twice(np.float32(3), np.float32(4))
+  twice(np.ones(2, np.float32), np.float32(4))
+  # A weak type is what a Python number becomes: same shape and dtype, compiled anew.
+  with pytest.warns(RuntimeWarning, match="twice was compiled again"):
+    twice(jax.numpy.asarray(1.0), np.float32(2))

@@ -41,7 +41,7 @@ def state(optimizer=None, with_anchor=True, seed=0) -> TrainState:
 
 @functools.cache
 def _score(rows, topk):
-  return jax.jit(functools.partial(score_step, model=model, config=config(micro_batch=rows), topk=topk))
+  return jax.jit(functools.partial(score_step, model=model, config=config(micro_batch=rows, topk=topk)))
 
 
 @functools.cache

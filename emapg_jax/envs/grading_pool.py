@@ -40,6 +40,10 @@ class _Worker:
   buffer: bytes = b""
 
 
+class GradingError(RuntimeError):
+  """No grading process can be started."""
+
+
 class GradingPool:
   """A pool of grading processes. Start is lazy; workers stay alive between batches; use as a context manager or call `close`.
 
@@ -65,7 +69,7 @@ class GradingPool:
     Takes at most about `time_limit` and a start of a worker (1–2 s) for every `workers` answers that hang.
 
     Raises:
-      RuntimeError: no worker can be started; the message holds what the worker said.
+      GradingError: no worker can be started; the message holds what the worker said.
     """
     if len(golds) != len(predictions):
       raise ValueError(f"got {len(golds)} gold answers for {len(predictions)} predictions; each prediction needs its own.")
@@ -191,7 +195,7 @@ class _Batch:
     self._remove(worker)
     self.failed_starts += 1
     if self.failed_starts >= 3:
-      raise RuntimeError(f"a grading worker {what}, three times in this batch. It said: {said or 'nothing'}")
+      raise GradingError(f"a grading worker {what}, three times in this batch. It said: {said or 'nothing'}")
 
   def _remove(self, worker: _Worker) -> None:
     self.workers.remove(worker)

@@ -17,7 +17,7 @@ class MathTask:
 
   Args:
     problems: from `emapg_jax.data.load_problems`.
-    eval_problems: the problems of `eval_prompts()`; None: evaluate on `problems`.
+    eval_problems: the problems of `eval_prompts()`; None: there are none.
     answer_mode: `boxed` reads the last `\boxed{}`; `number` does too and falls back on the last number of a response without a box.
     box_instruction: whether each user message ends in an instruction to box the answer.
     prompt_opens_think: whether the rendered prompt ends inside `<think>` (`grading.opens_think` tells); an attribute, may be set later.
@@ -49,7 +49,7 @@ class MathTask:
     self.prompt_opens_think = prompt_opens_think
     instruction = f"\n\n{BOX_INSTRUCTION}" if box_instruction else ""
     self._problems = [Problem(problem.prompt + instruction, problem.answer) for problem in problems]
-    self._eval = self._problems if eval_problems is None else [Problem(each.prompt + instruction, each.answer) for each in eval_problems]
+    self._eval = [Problem(each.prompt + instruction, each.answer) for each in eval_problems or ()]
     self._pool = GradingPool(workers, time_limit)
     self._counts: collections.Counter = collections.Counter()
 
