@@ -145,3 +145,13 @@ def test_bad_arguments():
     token_stats(hidden, unembedding, targets, temperature=0.0)
   with pytest.raises(ValueError, match=r"top-k of 20 ids .* vocabulary has 19"):
     token_stats(hidden, unembedding, targets, topk=20)
+
+
+def test_approximate_search_gives_ids_that_are_as_good_for_the_kl():
+  """Other ids, the same bookkeeping: distinct, with their own log-probs, and a tail that completes them to 1."""
+  hidden, unembedding, targets = inputs()
+  stats = token_stats(hidden, unembedding, targets, topk=K, approximate=True)
+  assert all(len(set(ids)) == K for ids in np.asarray(stats.topk_ids).reshape(-1, K).tolist())
+  given = token_stats(hidden, unembedding, targets, topk_ids=stats.topk_ids)
+  chex.assert_trees_all_close(stats, given, atol=1e-6)
+  np.testing.assert_allclose(jnp.sum(jnp.exp(stats.logp_topk), -1) + jnp.exp(stats.log_tail), 1.0, rtol=1e-6)

@@ -226,6 +226,13 @@ def test_donated_state_is_gone_and_the_anchor_is_no_alias():
   assert len(set(pointers)) == len(pointers)
 
 
+def test_weight_decay_never_reaches_the_anchor():
+  optimizer = optim.make_optimizer(1e-2, weight_decay=0.5)
+  after, _ = tiny.step_fn(optimizer=optimizer)(tiny.state(optimizer), (), tiny.batch(), tiny.hyper(ema_period=10))
+  chex.assert_trees_all_equal(after.ema_params, tiny.params())
+  assert optax.tree.norm(after.params) < optax.tree.norm(tiny.params())
+
+
 def test_without_an_anchor_none_is_kept_or_reported():
   after, metrics = tiny.step_fn(tiny.config(kl=None))(tiny.state(with_anchor=False), (), tiny.batch(), tiny.hyper())
   assert after.ema_params is None
