@@ -179,7 +179,7 @@ class Log:
         f"at step {step} {numbers['degenerate']:.0%} of the groups have equal rewards and train nothing. If that stays, the task is too "
         "hard or too easy for this policy: change the data, the group size or the reward.",
       )
-    if step > 1 and 0 <= numbers.get("kl", -1.0) < numbers.get("sampler_kl", 0.0):
+    if step > 1 and 0 < numbers.get("kl", -1.0) < numbers.get("sampler_kl", 0.0):
       self._warn(
         "noise floor",
         f"at step {step} the KL to the anchor, {numbers['kl']:.2g}, lies below the noise floor of {numbers['sampler_kl']:.2g} (the policy "
