@@ -1,9 +1,17 @@
 """Policy losses per token, and their aggregation to (sum, weight).
 
 Losses are unreduced, one number per token, and are to be minimised. What lies at masked positions must be replaced by `masking.clean`
-before it gets here; only `aggregate` knows the mask.
+before it gets here; only `gspo` and `aggregate` know the mask.
+
+A `PolicyLoss` is any of them in one call shape, `(logp, old_logp, advantages, mask) -> (loss, PPOAux)`, with its bounds bound:
+
+  ppo_clip   token_level(functools.partial(ppo_clip, clip_low=0.2, clip_high=0.28))
+  cispo      token_level(functools.partial(cispo, clip_low=1.0, clip_high=2.0))
+  gspo       functools.partial(gspo, clip_low=3e-4, clip_high=4e-4)
+  reinforce  reinforce_with_aux
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,12 +25,26 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
 
 class PPOAux(NamedTuple):
-  """What the clipped loss did with each token; carries no gradient."""
+  """What a policy loss did with each token; carries no gradient. A token of advantage 0 counts as not clipped."""
 
-  ratio: jax.Array  # [...], exp(logp − old_logp), before any bound
-  clipped_low: jax.Array  # bool [...], the loss is the constant at 1 − clip_low
-  clipped_high: jax.Array  # bool [...], the loss is the constant at 1 + clip_high
-  dual_clipped: jax.Array  # bool [...], the loss is the constant at dual_clip
+  ratio: jax.Array  # [...], exp(logp − old_logp), for gspo that of the sequence; before any bound
+  clipped_low: jax.Array  # bool [...], 1 − clip_low stands in for the ratio
+  clipped_high: jax.Array  # bool [...], 1 + clip_high stands in for the ratio
+  dual_clipped: jax.Array  # bool [...], dual_clip stands in for the ratio
+
+
+TokenLoss = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, PPOAux]]  # (logp, old_logp, advantages)
+PolicyLoss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PPOAux]]  # (logp, old_logp, advantages, mask)
+
+
+def token_level(loss: TokenLoss) -> PolicyLoss:
+  """The call shape of a PolicyLoss for a loss that sees each token alone, and so has no use for the mask."""
+
+  def policy_loss(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array) -> tuple[jax.Array, PPOAux]:
+    del mask
+    return loss(logp, old_logp, advantages)
+
+  return policy_loss
 
 
 def ppo_clip(
@@ -60,7 +82,12 @@ def ppo_clip(
   Schulman et al. (PPO), arXiv 1707.06347, section 3. Two bounds: Yu et al. (DAPO), arXiv 2503.14476, section 3.1. Dual clip: Ye et al.,
   "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv 1912.09729, the section on dual-clip PPO.
   """
-  _check_bounds(clip_low, clip_high, dual_clip)
+  _check_bounds("ppo_clip", clip_low, clip_high)
+  if dual_clip is not None and dual_clip <= 1:
+    raise ValueError(
+      f"ppo_clip got dual_clip={dual_clip}, which must lie above 1: it is the largest ratio that a negative advantage is multiplied by. "
+      "Use 3, or None to switch it off."
+    )
   old_logp, advantages = lax.stop_gradient((old_logp, advantages))
   log_ratio = logp - old_logp
   ratio = lax.stop_gradient(jnp.exp(log_ratio))
@@ -92,6 +119,90 @@ def reinforce(logp: jax.Array, advantages: jax.Array) -> jax.Array:
   Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
   """
   return -lax.stop_gradient(advantages) * logp
+
+
+def reinforce_with_aux(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array) -> tuple[jax.Array, PPOAux]:
+  """`reinforce` in the call shape of a PolicyLoss: old_logp is read for the reported ratio alone, the mask not at all."""
+  del mask
+  ratio = lax.stop_gradient(jnp.exp(logp - old_logp))
+  never = jnp.zeros_like(ratio, bool)
+  return reinforce(logp, advantages), PPOAux(ratio, never, never, never)
+
+
+def cispo(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float) -> tuple[jax.Array, PPOAux]:
+  """The loss of CISPO: `reinforce` with a bounded importance weight, so that no token loses its gradient.
+
+    ratio = exp(logp − old_logp)
+    loss = −sg(clip(ratio, 1 − clip_low, 1 + clip_high)) · advantages · logp
+
+  Value: no estimate of anything, like that of `reinforce`; only its gradient has a meaning. Exactly 0 at advantage 0. Gradient:
+  `−clip(ratio, …) · advantages · ∇logp` for every token, past a bound too, of either sign, and even where the ratio overflows. None passes
+  through the weight, and none reaches old_logp and advantages.
+
+  Args:
+    logp: [...], nats, current policy.
+    old_logp: [...], nats, the policy at the start of the RL step.
+    advantages: [...].
+    clip_low: distance of the lower bound from 1, in [0, 1]; 1 for no lower bound, as in the paper's runs.
+    clip_high: distance of the upper bound from 1, at least 0.
+
+  Returns:
+    The loss [...] and PPOAux, whose clipped_* say that the weight was bounded.
+
+  Raises:
+    ValueError: a bound out of its range.
+
+  MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585, section 3.1.
+  """
+  _check_bounds("cispo", clip_low, clip_high)
+  old_logp, advantages = lax.stop_gradient((old_logp, advantages))
+  ratio = lax.stop_gradient(jnp.exp(logp - old_logp))
+  active = advantages != 0
+  clipped_low = active & (ratio < 1 - clip_low)
+  clipped_high = active & (ratio > 1 + clip_high)
+  # By where, and not jnp.clip, so that a token of advantage 0 has weight 0 whatever its ratio: 0 times infinity is NaN.
+  weight = jnp.where(clipped_low, 1 - clip_low, jnp.where(clipped_high, 1 + clip_high, jnp.where(active, ratio, 0)))
+  loss = -weight * advantages * jnp.where(active, logp, 0)
+  return loss, PPOAux(ratio, clipped_low, clipped_high, jnp.zeros_like(clipped_low))
+
+
+def gspo(
+  logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array, clip_low: float, clip_high: float
+) -> tuple[jax.Array, PPOAux]:
+  """The loss of GSPO-token: the clipped surrogate at the ratio of the whole sequence, a geometric mean over its trained tokens.
+
+    s = exp(Σ_t mask · (logp − old_logp) / Σ_t mask)                one per row
+    s_t = sg(s) · exp(logp − sg(logp))                              of value s, of gradient s · ∇logp_t
+    loss = −min(advantages · s_t, advantages · clip(s_t, 1 − clip_low, 1 + clip_high))
+
+  Value: that of `ppo_clip` at ratio s; 0 at masked positions and at advantage 0. Gradient: `−advantages · s · ∇logp` up to and at a
+  bound, exactly 0 past it, even where s overflows, and at masked positions, whatever they hold. None reaches old_logp and advantages.
+  With one advantage per row, the mean of a row's gradients is that of its sequence-level surrogate `−min(A · s, A · clip(s, …))`, so the
+  paper's objective is the aggregation `sequence_mean`.
+
+  Args:
+    logp: [..., T], nats, current policy.
+    old_logp: [..., T], nats, the policy at the start of the RL step.
+    advantages: [..., T].
+    mask: bool [..., T], True where the token is trained on; a row is one sequence.
+    clip_low: distance of the lower bound from 1, in [0, 1]. A sequence's ratio stays much closer to 1 than a token's: 3e-4 in the paper.
+    clip_high: distance of the upper bound from 1, at least 0; 4e-4 in the paper.
+
+  Returns:
+    The loss [..., T] and PPOAux, whose ratio is s, 1 in a row without trained tokens.
+
+  Raises:
+    ValueError: a bound out of its range, or arrays that differ in shape.
+
+  Zheng et al., "Group Sequence Policy Optimization", arXiv 2507.18071, section 4.3; its settings: section 5.1.
+  """
+  _check_bounds("gspo", clip_low, clip_high)
+  logp, old_logp, advantages = masking.clean(mask, logp, old_logp, advantages)
+  current = lax.stop_gradient(logp)
+  mean = masking.masked_sum(current - lax.stop_gradient(old_logp), mask, axis=-1) / jnp.maximum(masking.masked_count(mask, axis=-1), 1)
+  # ppo_clip's log-ratio: the difference has value 0 and the gradient of the token.
+  log_ratio = mean[..., None].astype(logp.dtype) + (logp - current)
+  return ppo_clip(log_ratio, jnp.zeros_like(log_ratio), advantages, clip_low, clip_high)
 
 
 def aggregate(
@@ -144,14 +255,9 @@ def aggregate(
   raise ValueError(f"Aggregation {mode!r} is unknown. Use one of {', '.join(AGGREGATIONS)}.")
 
 
-def _check_bounds(clip_low, clip_high, dual_clip):
-  if not 0 <= clip_low <= 1 or clip_high < 0:
+def _check_bounds(name, clip_low, clip_high):
+  if not 0 <= clip_low <= 1 or not clip_high >= 0:
     raise ValueError(
-      f"ppo_clip got clip_low={clip_low} and clip_high={clip_high}, which are distances from 1: clip_low must lie in [0, 1] and "
+      f"{name} got clip_low={clip_low} and clip_high={clip_high}, which are distances from 1: clip_low must lie in [0, 1] and "
       "clip_high must be at least 0. The ratio is kept in [1 − clip_low, 1 + clip_high]."
-    )
-  if dual_clip is not None and dual_clip <= 1:
-    raise ValueError(
-      f"ppo_clip got dual_clip={dual_clip}, which must lie above 1: it is the largest ratio that a negative advantage is multiplied by. "
-      "Use 3, or None to switch it off."
     )

@@ -4,6 +4,7 @@ import pytest
 from emapg_jax import advantages
 
 METHODS = (advantages.group_normalized, advantages.group_centred, advantages.leave_one_out)
+ALL = (*METHODS, advantages.batch_normalized)
 NAN = np.nan
 
 
@@ -43,26 +44,26 @@ def test_leave_one_out_singleton():
   np.testing.assert_allclose(one_group(advantages.leave_one_out, [0] + [0.35] * 7), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.35, 0.95, 1.0, -1e6])
 def test_equal_rewards_give_exactly_zero(method, reward):
   # The float64 mean of seven times 0.1 is not 0.1.
   np.testing.assert_array_equal(one_group(method, [reward] * 7, np.float64), np.zeros(7))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 def test_close_rewards_keep_their_digits(method):
   # Next to 1000 float32 resolves 2⁻¹⁴, four times the smallest difference here; E[x²] − E[x]² would keep none even at 2⁻⁸.
   spread = np.array([0, 2**-16, 2**-15, 0])
   np.testing.assert_allclose(one_group(method, 1000 + spread, np.float64), one_group(method, spread, np.float64), rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 def test_group_of_one_is_zero(method):
   np.testing.assert_array_equal(one_group(method, [0.7]), [0])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 @pytest.mark.parametrize("bad", [NAN, np.inf, -np.inf])
 def test_unscored_rewards_are_left_out(method, bad):
   result = one_group(method, [1, bad, 0, 1])
@@ -77,7 +78,7 @@ def test_baseline_of_three_scored_rows():
   np.testing.assert_allclose(one_group(advantages.group_centred, [1, NAN, 0, 1]), [1 / 3, 0, -2 / 3, 1 / 3], rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 def test_rows_that_are_not_valid_are_left_out(method):
   rewards, valid = np.array([1.0, 5.0, 0.0]), np.array([True, False, True])
   alone = one_group(method, [1, 0])
@@ -98,6 +99,47 @@ def test_groups_are_keyed_by_uid_not_by_position(method):
   order = rng.permutation(uids.size)
   # A permuted float64 sum may differ in its last digit, which float32 rounds away but for a rare tie.
   np.testing.assert_allclose(method(rewards[order], uids[order], valid[order]), by_hand[order], rtol=2e-7)
+
+
+def test_batch_normalized_sees_no_groups():
+  # Mean 1/4 and std 1/2 over all four, as for one group; by groups it would be ±0.7071 and 0.
+  result = advantages.batch_normalized(np.array([1.0, 0, 0, 0]), np.array([3, 3, 5, 5]), np.ones(4, bool))
+  np.testing.assert_allclose(result, [1.5, -0.5, -0.5, -0.5], rtol=3e-6)
+  assert result.dtype == np.float32
+  # Equal within each group, not over the batch: mean 1/2, sum of squares 1, std sqrt(1/3) = 0.57735, ±0.5/0.57735.
+  result = advantages.batch_normalized(np.array([1.0, 1, 0, 0]), np.array([3, 3, 5, 5]), np.ones(4, bool))
+  np.testing.assert_allclose(result, np.array([1, 1, -1, -1]) * 0.8660254, rtol=3e-6)
+
+
+def test_reward_scale_is_what_batch_normalized_divides_by():
+  # Rows 1, 0, 0, 0 are scored: std 1/2. Rewards 0 and 2e-6: 1.41421e-6 + 1e-6.
+  rewards, valid = np.array([1, NAN, 0, 0, 9, 0]), np.array([1, 1, 1, 1, 0, 1], bool)
+  groups = np.array([3, 3, 3, 5, 5, 5])
+  np.testing.assert_allclose(advantages.reward_scale(rewards, groups, valid), 0.500001, rtol=1e-12)
+  np.testing.assert_allclose(advantages.reward_scale(np.array([0, 2e-6]), np.array([0, 1]), np.ones(2, bool)), 2.41421356e-6, rtol=1e-6)
+  result = advantages.batch_normalized(rewards, groups, valid) * advantages.reward_scale(rewards, groups, valid)
+  np.testing.assert_allclose(result, [0.75, 0, -0.25, -0.25, 0, -0.25], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [0.7], [0.7, NAN], [NAN, NAN], []])
+def test_reward_scale_without_spread_is_one(rewards):
+  # Not 1e-6, nor the rounding residue of seven times 0.1: the KL would be multiplied by a million.
+  assert one_group(advantages.reward_scale, rewards, np.float64) == 1.0
+
+
+def test_overlong_penalty():
+  # Longest 10, cache 4: free up to 6, then a quarter for each token; −1 at the limit and past it.
+  penalty = advantages.overlong_penalty(np.array([0, 5, 6, 7, 8, 9, 10, 11, 1000]), 10, 4)
+  np.testing.assert_array_equal(penalty, [0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1])
+  # The paper's numbers: 16384 tokens expected, 4096 more allowed.
+  np.testing.assert_array_equal(advantages.overlong_penalty(np.array([16384, 18432, 20480]), 20480, 4096), [0, -0.5, -1])
+  np.testing.assert_array_equal(advantages.overlong_penalty(np.array([0, 1, 4]), 4, 4), [0, -0.25, -1])
+
+
+@pytest.mark.parametrize("cache", [0, -1, 11])
+def test_overlong_cache_out_of_range_is_an_error(cache):
+  with pytest.raises(ValueError, match=f"cache={cache} for max_new_tokens=10"):
+    advantages.overlong_penalty(np.array([1]), 10, cache)
 
 
 def test_group_metrics():
@@ -127,5 +169,8 @@ def test_bad_arrays_are_errors():
     advantages.group_normalized(np.ones((2, 2)), np.zeros((2, 2), int), np.ones((2, 2), bool))
   with pytest.raises(ValueError, match="float64"):
     advantages.group_normalized(np.ones(4), np.zeros(4), np.ones(4, bool))
+  for batch_statistic in (advantages.batch_normalized, advantages.reward_scale):
+    with pytest.raises(ValueError, match="one length"):
+      batch_statistic(np.ones(4), np.zeros(3, int), np.ones(4, bool))
   with pytest.raises(ValueError, match="one score per row"):
     advantages.group_metrics(np.ones(4), np.zeros(4, int), np.ones(4, bool), np.ones(3))

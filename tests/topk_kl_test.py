@@ -360,3 +360,24 @@ def test_batched_equals_one_by_one(strict_dtypes, direction):
     chex.assert_trees_all_close(got, jax.jit(jax.vmap(jax.vmap(estimator)))(pos), rtol=1e-6)
     alone = jax.jit(estimator)(jax.tree.map(lambda x: x[1, 2], pos))
     chex.assert_trees_all_close(jax.tree.map(lambda x: x[1, 2], got), alone, rtol=1e-6)
+
+
+@DIRECTIONS
+def test_scanned_equals_batched(strict_dtypes, direction):
+  """Value and gradient through `lax.scan`, as a chunked loss takes them."""
+  rng = np.random.default_rng(2)
+  logits, ref_logits = f32(rng.normal(size=(3, V)), rng.normal(size=(3, V)))
+  tokens, ids = jnp.asarray(rng.integers(V, size=3)), jnp.asarray(np.argsort(-logits)[..., :4])
+  for estimator in estimators(direction):
+
+    def one(logits, ref_logits, token, ids, estimator=estimator):
+      return sum(estimator(enum.position(logits, ref_logits, token, ids)))
+
+    def batched(logits, one=one):
+      return jnp.sum(jax.vmap(one)(logits, ref_logits, tokens, ids))
+
+    def scanned(logits, one=one):
+      return jax.lax.scan(lambda total, x: (total + one(*x), None), jnp.float32(0), (logits, ref_logits, tokens, ids))[0]
+
+    found = jax.jit(jax.value_and_grad(scanned))(logits)
+    chex.assert_trees_all_close(found, jax.jit(jax.value_and_grad(batched))(logits), rtol=1e-5, atol=1e-6)
