@@ -23,8 +23,8 @@ _CASES = ("vocab=49152,hidden=576,topk=32", "vocab=151936,hidden=1536,topk=32", 
 def define() -> None:
   """The flags of this program."""
   flags.DEFINE_multi_string("case", list(_CASES), "Sizes, as vocab=V,hidden=D,topk=K; may be repeated.")
-  flags.DEFINE_integer("tokens", 256, "Tokens scored in a call, T.", lower_bound=1)
-  flags.DEFINE_integer("repeats", 3, "Timed calls; the median counts.", lower_bound=1)
+  flags.DEFINE_integer("tokens", 1024, "Tokens scored in a call, T.", lower_bound=1)
+  flags.DEFINE_integer("repeats", 1, "Timed calls; the median counts.", lower_bound=1)
   flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Of hidden states and unembedding.")
   flags.DEFINE_string("json", "", "File for the results.")
 
