@@ -33,13 +33,25 @@ def update_anchor(params: PyTree, ema_params: PyTree, ema_decay: Array | float, 
   Args:
     params: The policy after its last optimizer update of the RL step, any float dtype.
     ema_params: The anchor before the update, float32, same tree as params.
-    ema_decay: η in [0, 1], the weight kept; may be traced. At 1 the anchor is left alone, at 0 it becomes params.
+    ema_decay: η in [0, 1], the weight kept; may be traced, and is checked only as a Python number. At 1 the anchor is left alone,
+      at 0 it becomes params.
     step: RL steps done, this one included (the first is 1); may be traced.
     ema_period: RL steps between updates, at least 1; may be traced.
 
   Returns:
     The next anchor, float32, same tree.
+
+  Raises:
+    ValueError: a leaf of ema_params is not float32, or ema_decay is a Python number outside [0, 1].
   """
+  if not isinstance(ema_decay, jax.Array):
+    _check_decay(ema_decay)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(ema_params):
+    if jnp.result_type(leaf) != jnp.float32:
+      raise ValueError(
+        f"anchor: ema_params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}; the anchor must be float32, since a shorter "
+        "type rounds its small steps away. Make it with init_anchor."
+      )
   rate = 1.0 - jnp.asarray(ema_decay, jnp.float32)
   fires = (jnp.asarray(step, jnp.int32) % jnp.asarray(ema_period, jnp.int32) == 0) & (rate > 0.0)
 
@@ -93,7 +105,7 @@ def stability_limit(kind: str, ema_decay: float, period: int = 1) -> float:
     return 1.0 + ema_decay
   if kind in ("post_update", "periodic"):
     cycle = period if kind == "periodic" else 1
-    return 1.0 + ema_decay ** (-1.0 / cycle) if ema_decay > 0.0 else math.inf
+    return 1.0 + 1.0 / ema_decay ** (1.0 / cycle) if ema_decay > 0.0 else math.inf  # a negative power would overflow with an error
   raise ValueError(
     f"stability_limit: kind is {kind!r}; it must be one of 'fixed', 'pre_update', 'post_update', 'periodic'. Pass one of those."
   )

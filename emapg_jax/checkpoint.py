@@ -5,10 +5,11 @@ numbered directory that lacks a part) is never read. Saving is asynchronous: `sa
 `close` return when the files are committed, and a write that failed raises there or in the next `save`.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.experimental import multihost_utils
 from emapg_jax.types import PyTree
 
 _TMP_SUFFIX = ".orbax-checkpoint-tmp"
+_MANIFEST = "state/manifest.ocdbt"
 _SHOWN = 8  # mismatching leaves named in an error; a whole missing subtree would fill the screen
 
 
@@ -110,7 +112,8 @@ class Checkpointer:
         not be that of the run that saved.
 
     Raises:
-      ValueError: a leaf is in only one of the two trees, has another shape or dtype, or has no sharding. Nothing is loaded then.
+      ValueError: a leaf is in only one of the two trees, has another shape or dtype, or has no sharding (nothing is loaded then); or the
+        checkpoint is damaged.
     """
     self.wait()
     step = self.latest_step()
@@ -118,21 +121,37 @@ class Checkpointer:
       return None
     target = _with_shardings(abstract_state)
     # Orbax can restore a part and leave the rest of a tree as it was; every difference is refused before that.
-    _require_same_leaves(self._manager.item_metadata(step)["state"].tree, target, f"Checkpoint {step} in {self._directory}")
-    restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()))
+    with self._damage_named(step):
+      saved = self._manager.item_metadata(step)["state"].tree
+    _require_same_leaves(saved, target, f"Checkpoint {step} in {self._directory}")
+    with self._damage_named(step):
+      if not (self._directory / str(step) / _MANIFEST).exists():
+        raise FileNotFoundError(f"{_MANIFEST} is missing")  # the reader would fail at each array, with a traceback for each on the screen
+      restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()))
     return restored["state"], self._host_state(restored["host"], step)
 
   def latest_step(self) -> int | None:
     """The newest step whose checkpoint is committed and whole, read from disk; None when there is none."""
-    return max((int(path.name) for path in self._numbered() if _is_whole(path)), default=None)
+    return max(self._whole_steps(), default=None)
+
+  @property
+  def skipped(self) -> list[str]:
+    """Names of the numbered directories that lack a part and so are not resumed from, read from disk; the first `save` sets them aside."""
+    return sorted((path.name for path in self._numbered() if not _is_whole(path)), key=int)
 
   def flags_of_latest(self) -> dict[str, str] | None:
-    """The flags of the run that wrote the newest checkpoint, read without touching any array; None when there is none."""
+    """The flags of the run that wrote the newest checkpoint, read without touching any array; None when there is none.
+
+    Raises:
+      ValueError: the checkpoint is damaged.
+    """
     self.wait()
     step = self.latest_step()
     if step is None:
       return None
-    return self._host_state(self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"], step).flags
+    with self._damage_named(step):
+      host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+    return self._host_state(host, step).flags
 
   def wait(self) -> None:
     """Blocks until the checkpoint being written is committed.
@@ -168,6 +187,24 @@ class Checkpointer:
       f"Checkpoint {step} could not be written to {self._directory} ({error}). {kept}. Check the free space and the permissions there."
     ) from error
 
+  @contextlib.contextmanager
+  def _damage_named(self, step: int) -> Iterator[None]:
+    """Says which checkpoint it is and what to do, whatever a cut or missing file makes the reader raise."""
+    try:
+      yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+      raise  # no memory for it says nothing of the files
+    except Exception as error:
+      cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+      previous = max((other for other in self._whole_steps() if other < step), default=None)
+      then = "start anew" if previous is None else f"resume from checkpoint {previous}"
+      raise ValueError(
+        f"Checkpoint {step} in {self._directory} is damaged ({cause}). Move {self._directory / str(step)} away to {then}."
+      ) from error
+
+  def _whole_steps(self) -> list[int]:
+    return [int(path.name) for path in self._numbered() if _is_whole(path)]
+
   def _numbered(self) -> list[epath.Path]:
     return [path for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir()] if self._directory.exists() else []
 
@@ -189,9 +226,10 @@ class Checkpointer:
 
   def _host_state(self, values: dict[str, Any], step: int) -> HostState:
     names = {field.name for field in dataclasses.fields(HostState)}
-    if set(values) != names:
+    if not isinstance(values, dict) or set(values) != names:
+      held = sorted(values) if isinstance(values, dict) else f"a {type(values).__name__}"
       raise ValueError(
-        f"Checkpoint {step} in {self._directory} was written by another version: its host state holds {sorted(values)}, this version wants "
+        f"Checkpoint {step} in {self._directory} was written by another version: its host state holds {held}, this version wants "
         f"{sorted(names)}. Resume with the version that wrote it, or use another --workdir."
       )
     return HostState(**values)

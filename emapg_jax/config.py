@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 from emapg_jax import losses
@@ -108,12 +109,20 @@ class RunConfig:
         near = difflib.get_close_matches(value, choices, 1, cutoff=0.3)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"--{field.name}={value} is unknown.{hint} Use one of {', '.join(choices)}.")
+      if isinstance(value, float):
+        self._require(field.name, math.isfinite(value), "must be a finite number")
     for name in _POSITIVE:
       self._require(name, getattr(self, name) > 0, "must be above 0")
     for name in _NOT_NEGATIVE:
       self._require(name, getattr(self, name) >= 0, "must be at least 0")
     for name in _FRACTIONS:
       self._require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
+    for name in ("adam_b1", "adam_b2"):
+      self._require(name, getattr(self, name) < 1, "must be below 1, or its moment never moves")
+    self._require("seed", self.seed < 2**32, "must be below 2**32: larger ones repeat the draws of smaller ones")
+    for name in ("ema_period", "steps", "lr_warmup_steps"):
+      self._require(name, getattr(self, name) < 2**31, "must be below 2**31")
+    self._require("grading_seconds", self.grading_seconds <= 3600, "must be at most 3600")
     self._check_group()
     self._check_kl()
     self._check_used()
@@ -135,7 +144,10 @@ class RunConfig:
   def _check_kl(self) -> None:
     topk_default = next(f.default for f in dataclasses.fields(self) if f.name == "kl_topk")
     if self.kl not in KL_TOPK and self.kl_topk not in (topk_default, 0):
-      raise ValueError(f"--kl_topk={self.kl_topk} has no meaning for --kl={self.kl}: leave it out, or use one of {', '.join(KL_TOPK)}.")
+      raise ValueError(
+        f"--kl_topk={self.kl_topk} has no meaning for --kl={self.kl}: leave it out (or set it to 0, where "
+        f"a flagfile sets it), or use one of {', '.join(KL_TOPK)}."
+      )
     if self.kl_iw_low and self.kl_iw_high and self.kl_iw_low > self.kl_iw_high:
       raise ValueError(f"--kl_iw_low={self.kl_iw_low} lies above --kl_iw_high={self.kl_iw_high}: swap them, or set one to 0 for none.")
 

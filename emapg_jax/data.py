@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -69,6 +70,8 @@ def _jsonl_rows(path: pathlib.Path) -> Iterator[tuple[object, str]]:
         f"{where}: not a complete JSON object ({error}); the line starts {start!r}. "
         "A file cut off in the middle ends like this: fetch or write it again."
       ) from error
+    except (ValueError, RecursionError) as error:  # more digits or levels than Python reads
+      raise ValueError(f"{where}: JSON that cannot be read ({error}); write long numbers as text, or remove the row.") from error
     yield row, where
 
 
@@ -83,16 +86,34 @@ def _parquet_rows(path: pathlib.Path) -> Iterator[tuple[object, str]]:
   missing = {"problem", "answer"} - set(table.column_names)
   if missing:
     raise ValueError(f"{path}: no column {' or '.join(sorted(missing))}; its columns are {', '.join(table.column_names)}. Rename them.")
-  for number, row in enumerate(table.select(["problem", "answer"]).to_pylist(), start=1):
-    yield row, f"{path}, row {number}"
+  table = table.select(["problem", "answer"])
+  try:
+    rows = table.to_pylist()
+  except _UNREADABLE as error:
+    number = next(i for i in range(table.num_rows) if not _is_readable(table.slice(i, 1))) + 1
+    raise ValueError(f"{path}, row {number}: not readable as text or numbers ({error}); write the file again in UTF-8.") from error
+  yield from ((row, f"{path}, row {number}") for number, row in enumerate(rows, start=1))
+
+
+_UNREADABLE = (ValueError, OverflowError)  # arrow does not look into its texts; Python does when it makes them its own
+
+
+def _is_readable(table) -> bool:
+  try:
+    table.to_pylist()
+  except _UNREADABLE:
+    return False
+  return True
 
 
 def _problem(row: object, where: str) -> Problem:
   if not isinstance(row, dict):
-    raise ValueError(f"{where}: expected an object with `problem` and `answer`, found {type(row).__name__} {str(row)[:60]!r}.")
+    raise ValueError(f"{where}: expected an object with `problem` and `answer`, found {type(row).__name__} {reprlib.repr(row)}.")
   prompt = row.get("problem")
   if not isinstance(prompt, str) or not prompt.strip():
-    raise ValueError(f"{where}: `problem` is {prompt!r}, it must be a text that is not empty; the columns are {', '.join(map(str, row))}.")
+    columns = ", ".join(map(str, row))
+    raise ValueError(f"{where}: `problem` is {reprlib.repr(prompt)}, it must be a text that is not empty; the columns are {columns}.")
+  _require_unicode("problem", prompt, where)
   answer = row.get("answer")
   if not isinstance(answer, list):
     return Problem(prompt, _answer(answer, where))
@@ -103,14 +124,23 @@ def _problem(row: object, where: str) -> Problem:
 
 
 def _answer(answer: object, where: str) -> str:
-  if isinstance(answer, (int, float)) and not isinstance(answer, bool) and math.isfinite(answer):
+  if isinstance(answer, (int, float)) and not isinstance(answer, bool) and (isinstance(answer, int) or math.isfinite(answer)):
     return str(answer)
   if isinstance(answer, str) and answer.strip():
+    _require_unicode("answer", answer, where)
     return answer.strip()
   raise ValueError(
-    f"{where}: `answer` is {answer!r}, it must be a text that is not empty, a finite number, or a list of these; "
+    f"{where}: `answer` is {reprlib.repr(answer)}, it must be a text that is not empty, a finite number, or a list of these; "
     "add the right answer or remove the row."
   )
+
+
+def _require_unicode(column: str, text: str, where: str) -> None:
+  """JSON may escape half of a surrogate pair, which no tokenizer and no file takes."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(f"{where}: `{column}` is no valid Unicode ({error}); correct the text or remove the row.") from error
 
 
 class PromptStream:

@@ -39,6 +39,9 @@ def reduce(metrics: Mapping[str, Weighted | Max]) -> dict[str, float]:
   return numbers
 
 
+_EVENT_QUEUE = 10_000  # more than a step has: a write must not wait for a thread that may have died
+
+
 class MetricsWriter:
   """Appends to `metrics.jsonl`, `samples.jsonl` and TensorBoard events (`tensorboard/`) in a workdir.
 
@@ -51,7 +54,10 @@ class MetricsWriter:
     self._files: dict[str, TextIO] = {}
     self._events: SummaryWriter | None = None
     self._purge_step: int | None = None
-    os.makedirs(workdir, exist_ok=True)
+    try:
+      os.makedirs(workdir, exist_ok=True)
+    except OSError as error:
+      raise OSError(f"The folder of the run, {workdir}, can't be made ({error.strerror}): choose another --workdir.") from error
 
   def __enter__(self) -> "MetricsWriter":
     return self
@@ -68,13 +74,25 @@ class MetricsWriter:
     self._purge_step = step + 1
     return {name: _cut(path, step) for name, path in self._paths.items()}
 
+  def last_step(self) -> int:
+    """The last step in metrics.jsonl, -1 when there is none."""
+    try:
+      with open(self._paths["metrics.jsonl"], "rb") as lines:
+        return max((step for line in lines if (step := _step_of(line)) is not None), default=-1)
+    except FileNotFoundError:
+      return -1
+
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends one line, `step` and then `values`; NaN and infinities become null, TensorBoard gets the finite numbers."""
     line = _jsonable(values)
     self._append("metrics.jsonl", [{"step": step, **line}])
     if self._events is None:
       # Names have a resolution of one second, and a name that exists is overwritten.
-      self._events = SummaryWriter(self._events_dir, purge_step=self._purge_step, flush_secs=10, filename_suffix=f".{time.time_ns()}")
+      suffix = f".{time.time_ns()}"
+      self._events = SummaryWriter(
+        self._events_dir, purge_step=self._purge_step, flush_secs=10, filename_suffix=suffix, max_queue=_EVENT_QUEUE
+      )
+    self._require_events_thread()
     for name, value in line.items():
       if isinstance(value, int | float):
         self._events.add_scalar(name, value, step)
@@ -89,8 +107,21 @@ class MetricsWriter:
       file.close()
     self._files.clear()
     if self._events is not None:
-      self._events.close()
+      if self._events_thread_lives():
+        self._events.close()
       self._events = None
+
+  def _events_thread_lives(self) -> bool:
+    return self._events.file_writer.event_writer._worker.is_alive()
+
+  def _require_events_thread(self) -> None:
+    # A write that fails ends tensorboardX's thread without a word, and a later one would wait for ever for room in its queue.
+    if not self._events_thread_lives():
+      self._events.file_writer.event_writer._event_queue.cancel_join_thread()
+      raise OSError(
+        f"TensorBoard events can't be written to {self._events_dir}: look at the free space and the permissions there, then run the same "
+        "command again."
+      )
 
   def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
     if name not in self._files:
@@ -123,7 +154,8 @@ def _step_of(line: bytes) -> int | None:
     record = json.loads(line)
   except ValueError:
     return None
-  return record.get("step") if isinstance(record, dict) else None
+  step = record.get("step") if isinstance(record, dict) else None
+  return step if isinstance(step, int) else None
 
 
 def _jsonable(value: Any) -> Any:
@@ -135,7 +167,7 @@ def _jsonable(value: Any) -> Any:
     return _jsonable(np.asarray(value).tolist())
   if isinstance(value, float) and not math.isfinite(value):
     return None
-  return value
+  return value if isinstance(value, str | int | float | None) else str(value)
 
 
 class _Lines(tqdm):

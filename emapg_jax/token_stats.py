@@ -34,8 +34,8 @@ def stats_from_logits(
 
   Args:
     logits: float32 [..., V].
-    targets: int32 [...].
-    topk_ids: int32 [..., K], distinct; the ids with the largest logits when None.
+    targets: int32 [...], each in [0, V); another id is not refused, and its numbers mean nothing.
+    topk_ids: int32 [..., K], in [0, V) and distinct, which is not checked either; the ids with the largest logits when None.
     topk: K for own ids; ignored when `topk_ids` is given.
     approximate: take own ids from `jax.lax.approx_max_k` (recall 0.95, fast on TPU): any ids keep the top-k KL unbiased.
   """
@@ -83,13 +83,14 @@ def token_stats(
   Args:
     hidden: [B, T, D]; position t predicts targets[:, t].
     unembedding: [D, V].
-    targets: int32 [B, T].
-    topk_ids: int32 [B, T, K] to report on, or None for the `topk` most likely, found exactly or by `approximate` search.
+    targets: int32 [B, T], each in [0, V).
+    topk_ids: int32 [B, T, K] to report on, in [0, V) and distinct at each position, or None for the `topk` most likely, found exactly or by
+      `approximate` search.
     temperature: > 0; all fields are of the tempered distribution.
     chunk: positions per chunk; by default as many as keep a chunk's logits at LOGITS_PER_CHUNK.
 
   Raises:
-    ValueError: if temperature is not positive or K exceeds V.
+    ValueError: if temperature is not positive, K exceeds V or chunk is below 1.
   """
   batch, length, _ = hidden.shape
   vocab = unembedding.shape[1]
@@ -98,14 +99,16 @@ def token_stats(
     raise ValueError(f"token_stats needs temperature > 0, got {temperature}: greedy decoding has no log-probabilities to train on.")
   if k > vocab:
     raise ValueError(f"top-k of {k} ids was asked for, but the vocabulary has {vocab}: use at most {vocab}.")
-  chunk = min(chunk or max(1, LOGITS_PER_CHUNK // (batch * vocab)), length)
+  if chunk is not None and chunk < 1:
+    raise ValueError(f"token_stats was given chunk {chunk}, but a chunk holds at least 1 position: use None for a size that fits.")
+  chunk = min(chunk or max(1, LOGITS_PER_CHUNK // max(1, batch * vocab)), length)
 
   @jax.checkpoint
   def of_chunk(hidden, targets, ids):
     logits = jnp.einsum("bcd,dv->bcv", hidden, unembedding.astype(hidden.dtype), preferred_element_type=jnp.float32)
     return stats_from_logits(logits / temperature, targets, ids, topk, approximate)
 
-  if chunk == length:
+  if chunk == length or not batch:
     return of_chunk(hidden, targets, topk_ids)
 
   def to_chunks(x):

@@ -124,7 +124,7 @@ def topk_reverse_kl(
   ref_logp_topk, ref_log_tail = lax.stop_gradient((ref_logp_topk, ref_log_tail))
   head = jnp.sum(outcome_term(logp_topk, ref_logp_topk), axis=-1) + outcome_term(log_tail, ref_log_tail)
   delta, no_tail, no_ref_tail = _safe_difference(ref_log_tail, log_tail)
-  in_tail = ~(in_topk | no_tail | no_ref_tail)
+  in_tail = ~(jnp.asarray(in_topk, bool) | no_tail | no_ref_tail)
   logp, ref_logp, delta = _tail_token(in_tail, logp, ref_logp, delta)
   x, beyond = clamp(delta - log_ratio(logp, ref_logp), max_log_ratio)
   return head, jnp.where(in_tail, jnp.exp(log_unit(logp, beyond)) * excess(x), 0.0)
@@ -151,7 +151,7 @@ def topk_forward_kl(
   ref_logp_topk, ref_log_tail = lax.stop_gradient((ref_logp_topk, ref_log_tail))
   head = jnp.sum(outcome_term(ref_logp_topk, logp_topk), axis=-1) + outcome_term(ref_log_tail, log_tail)
   delta, no_ref_tail, no_tail = _safe_difference(ref_log_tail, log_tail)
-  in_tail = ~(in_topk | no_tail | no_ref_tail)
+  in_tail = ~(jnp.asarray(in_topk, bool) | no_tail | no_ref_tail)
   logp, ref_logp, delta = _tail_token(in_tail, logp, ref_logp, delta)
   full_u = log_ratio(logp, ref_logp)
   u, u_beyond = clamp(full_u, max_log_ratio)
@@ -191,6 +191,7 @@ def truncated_forward_kl(logp_topk: Array, ref_logp_topk: Array) -> Array:
 
 
 def _score_tail(term, logp: Array, ref_logp: Array, in_topk: Array, max_log_ratio: float | None) -> Array:
+  in_topk = jnp.asarray(in_topk, bool)  # of an integer, ~1 is −2 and would count as true
   logp, ref_logp = _tail_token(~in_topk, logp, ref_logp)
   return jnp.where(in_topk, 0.0, term(logp, ref_logp, max_log_ratio))
 

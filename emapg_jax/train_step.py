@@ -227,8 +227,8 @@ def train_step(
     loss = aggregate(policy + kl_coef · (head + s · tail)),   s = sg exp(logp − sampling_logp)
 
   The loss of a mini-batch is divided once, over all its tokens: micro-batch size, row order, padding and device count change nothing but
-  rounding. The KL is to the anchor as it stood before this step. A mini-batch whose loss or gradient is not finite leaves params and
-  optimizer as they were and is counted in the metric `bad_updates`.
+  rounding. The KL is to the anchor as it stood before this step. A mini-batch whose loss, gradient or update is not finite leaves params
+  and optimizer as they were and is counted in the metric `bad_updates`.
 
   Args:
     state: donate it.
@@ -255,10 +255,11 @@ def train_step(
     updates, next_opt_state = optimizer.update(grads, opt_state, params)
     updates = jax.tree.map(lambda u: u * hyper.lr_scale, updates)
     grad_norm = optax.tree.norm(grads)
-    good = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].sum)
+    update_norm = optax.tree.norm(updates)
+    good = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm) & jnp.isfinite(metrics["loss"].sum)
     one, weight = jnp.float32(1), good.astype(jnp.float32)
     metrics["grad_norm"] = Weighted(jnp.where(good, grad_norm, 0.0), weight)
-    metrics["update_norm"] = Weighted(jnp.where(good, optax.tree.norm(updates), 0.0), weight)
+    metrics["update_norm"] = Weighted(jnp.where(good, update_norm, 0.0), weight)
     metrics["bad_updates"] = Weighted(1.0 - weight, one)
     keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     return (keep(optax.apply_updates(params, updates), params), keep(next_opt_state, opt_state)), metrics

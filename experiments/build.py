@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import os
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from emapg_jax.config import KL_EXACT, KL_TOPK, RunConfig
 from emapg_jax.envs.arithmetic import ArithmeticTask
 from emapg_jax.envs.embedded import AddTask, BetweenTask
 from emapg_jax.envs.math import MathTask
-from emapg_jax.envs.task import Problem, Task, load_task
+from emapg_jax.envs.task import Problem, Task, ask, load_task
 from emapg_jax.models import decoder, hf
 from emapg_jax.models.tokenizer import ChatTokenizer
 from emapg_jax.rollout import sampler
@@ -36,6 +37,10 @@ class Prompts:
   problems: list[Problem]
   tokens: list[list[int]]
   dropped: int  # longer than the limit
+
+  def fingerprint(self) -> str:
+    """Changes when a prompt, an answer or their order does."""
+    return hashlib.sha256(repr(self.problems).encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,10 @@ def build_task(config: RunConfig) -> Task:
     return ArithmeticTask(config.digits)
   if config.task == "math":
     if not config.train_data:
-      raise ValueError("--task=math needs --train_data: JSONL or parquet files with rows of {problem, answer}.")
+      raise ValueError(
+        "--task=math needs --train_data: JSONL or parquet files with rows of {problem, answer}. (For the quickstart with other settings, "
+        "start from its flagfile: --flagfile=experiments/flags/quickstart.flags.)"
+      )
     return MathTask(
       data.load_problems(config.train_data),
       eval_problems=data.load_problems(config.eval_data) if config.eval_data else None,
@@ -113,7 +121,7 @@ def _prompts(config: RunConfig, task: Task, tokenizer: Any, problems: list[Probl
 def _eval_problems(config: RunConfig, task: Task) -> list[Problem]:
   if not config.eval_every or not hasattr(task, "eval_prompts"):
     return []
-  return list(task.eval_prompts())[: config.eval_problems]
+  return list(ask(task, "eval_prompts"))[: config.eval_problems]
 
 
 def _tokenizer_and_model(config: RunConfig, task: Task) -> tuple[Any, decoder.DecoderConfig]:
@@ -211,7 +219,7 @@ def build(config: RunConfig) -> Run:
       f"--warmup_steps={config.warmup_steps} needs a task with demonstrations and a tokenizer of its own, which {config.task} is not: "
       "set it to 0."
     )
-  train = _prompts(config, task, tokenizer, list(task.prompts()))
+  train = _prompts(config, task, tokenizer, list(ask(task, "prompts")))
   if hasattr(task, "prompt_opens_think"):
     task.prompt_opens_think = tokenizer.opens_think(train.problems[0].prompt, getattr(task, "chat", True))
   eval_problems = _eval_problems(config, task)

@@ -35,5 +35,5 @@ def as_strings(config: RunConfig) -> dict[str, str]:
 
 
 def write(config: RunConfig, path: pathlib.Path) -> None:
-  """Writes a flagfile that repeats the run."""
-  path.write_text("".join(f"--{name}={value}\n" for name, value in as_strings(config).items() if name != "override"))
+  """Writes a flagfile that repeats the run, in whatever folder; with `--workdir` of this run it resumes it."""
+  path.write_text("".join(f"--{name}={value}\n" for name, value in as_strings(config).items() if name not in ("workdir", "override")))

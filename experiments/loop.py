@@ -1,6 +1,8 @@
 """The loop of a run: roll out, score, update, log; resume, save and stop without losing anything."""
 
+import contextlib
 import dataclasses
+import fcntl
 import pathlib
 import shutil
 import signal
@@ -13,7 +15,7 @@ import numpy as np
 from emapg_jax import data, metrics, optim
 from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
 from emapg_jax.config import RUNTIME_FLAGS
-from emapg_jax.envs.task import score_all
+from emapg_jax.envs.task import counters, score_all
 from emapg_jax.train_step import Hyper
 from emapg_jax.types import PyTree, RolloutBatch, TrainState, Weighted
 from experiments import flags, report, rollouts, warmup
@@ -37,6 +39,18 @@ class Clock:
     self._last = now
 
 
+@contextlib.contextmanager
+def only_run_in(workdir: pathlib.Path):
+  """Holds a lock on the folder of the run; it ends with the process, however that ends."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  with open(workdir / "lock", "w") as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise ValueError(f"Another run is writing to {workdir}: wait for it, stop it, or choose another --workdir.") from error
+    yield
+
+
 class StopRequest:
   """Ctrl-C ends the run after the step in progress; a second one ends it at once."""
 
@@ -54,7 +68,7 @@ class StopRequest:
   def _handle(self, *_):
     self.asked = True
     signal.signal(signal.SIGINT, self._previous)
-    report.say("stopping after this step; press Ctrl-C again to stop at once and lose it")
+    report.say("stopping after this step; press Ctrl-C again to stop at once and lose it (of a supervised warm-up nothing is kept)")
 
 
 def score_batch(run: Run, state: TrainState, initial: PyTree | None, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, Weighted]]:
@@ -104,7 +118,7 @@ def rl_step(
   state, device_metrics = run.train_step(state, (), batch, hyper(run, step))
   numbers |= metrics.reduce(device_metrics | scored)
   clock.lap("update")
-  numbers |= getattr(run.task, "metrics", dict)()
+  numbers |= {f"task_{name}" if name in numbers or name == "step" else name: value for name, value in counters(run.task).items()}
   numbers["learning_rate"] = config.learning_rate * optim.warmup(step, config.lr_warmup_steps)
   numbers |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
   numbers["tokens_per_second"] = float(responses.length.sum()) / sum(clock.seconds.values())
@@ -115,7 +129,9 @@ def start(
   run: Run, checkpointer: Checkpointer, writer: metrics.MetricsWriter, workdir: pathlib.Path, stop: StopRequest
 ) -> tuple[TrainState, HostState]:
   """The state to go on from: the latest checkpoint, or a fresh one (warmed up when the run asks for it)."""
-  now = flags.as_strings(run.config)
+  now = flags.as_strings(run.config) | {"problems": run.train.fingerprint()}
+  if checkpointer.skipped:
+    report.say(f"checkpoints that are not whole are left out: {', '.join(checkpointer.skipped)}")
   saved = checkpointer.flags_of_latest()
   if saved is not None:
     accepted = flags_difference(saved, now, RUNTIME_FLAGS, run.config.override)
@@ -124,11 +140,12 @@ def start(
     writer.truncate_after(step or -1)  # step 0 is evaluated again
     report.say(f"resumed at step {step}" + "".join(f"; {name} is now {new}, was {old}" for name, (old, new) in accepted.items()))
     return state, dataclasses.replace(host, flags=now)
-  if (workdir / "metrics.jsonl").exists():
+  if writer.last_step() > 0:
     raise ValueError(
-      f"{workdir} holds the metrics of a run, but no checkpoint to resume it from. Start in another --workdir, or remove this one; "
-      "--save_every above 0 makes a run resumable."
+      f"{workdir} holds the metrics of a run up to step {writer.last_step()}, but no checkpoint to resume it from. Start in another "
+      "--workdir, or remove this one; --save_every above 0 makes a run resumable."
     )
+  writer.truncate_after(-1)
   state = new_state(run)
   if run.config.warmup_steps:
     state = warmup.warm_up(run, state, stop)
@@ -201,6 +218,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
   config = run.config
   with (
     StopRequest() as stop,
+    only_run_in(workdir),
     metrics.MetricsWriter(str(workdir)) as writer,
     Checkpointer(str(workdir / "checkpoints"), config.keep_last) as checkpointer,
   ):
@@ -216,9 +234,10 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
     if step == 0:
       found, samples = rollouts.evaluate(run, state.params, 0) if run.eval else ({}, [])
       report.evaluation(0, found)
-      log.write(0, found, samples)
-      if config.save_every:
+      if config.save_every:  # before the line: a kill in between then starts the evaluation again, and not the run
         checkpointer.save(0, state, host)
+        checkpointer.wait()
+      log.write(0, found, samples)
     while step < config.steps and not stop.asked:
       step += 1
       state, numbers, samples = rl_step(run, state, initial, stream, step)
@@ -227,6 +246,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       evaluated = bool(run.eval) and (step % config.eval_every == 0 or last)
       if evaluated:
         found, eval_samples = rollouts.evaluate(run, state.params, step)
+        report.evaluation(step, found)
         numbers, samples = numbers | found, samples + eval_samples
       # The line comes before the checkpoint: the other way round a kill in between would leave a gap.
       log.write(step, numbers, samples if evaluated or last or step == 1 or host.bad_in_row else [])
@@ -238,7 +258,8 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       checkpointer.save(step, state, host)
   plot_curves(workdir / "metrics.jsonl", workdir / "curves.png")
   if stop.asked and step < config.steps:
-    report.say(f"stopped at step {step} of {config.steps}; saved to {workdir / 'checkpoints' / str(step)}; the same command resumes")
+    report.say(f"stopped at step {step} of {config.steps}; saved to {workdir / 'checkpoints' / str(step)}")
+    report.say(f"it goes on with: python -m experiments.math_grpo --flagfile={workdir / 'flags.txt'} --workdir={workdir}")
     raise SystemExit(130)
   return log.last
 

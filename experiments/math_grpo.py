@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import os
 import pathlib
 import sys
 import time
@@ -30,7 +31,15 @@ def _effective(config):
   dtype = config.dtype if config.dtype != "auto" else ("float32" if jax.default_backend() == "cpu" else "bfloat16")
   name = config.task.replace(":", ".")
   workdir = config.workdir or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-  return dataclasses.replace(config, dtype=dtype, workdir=workdir)
+  expand = os.path.expanduser  # a shell leaves the ~ of --workdir=~/x alone
+  return dataclasses.replace(
+    config,
+    dtype=dtype,
+    workdir=expand(workdir),
+    model_path=expand(config.model_path),
+    train_data=tuple(map(expand, config.train_data)),
+    eval_data=tuple(map(expand, config.eval_data)),
+  )
 
 
 def _first_evaluation(workdir: pathlib.Path) -> dict[str, float]:
@@ -59,7 +68,12 @@ def run_main() -> None:
   """Entry point: without any flag, the quickstart."""
   if len(sys.argv) == 1:
     sys.argv.append(f"--flagfile={flags.QUICKSTART}")
-  app.run(main)
+  for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(errors="replace")  # a terminal that lacks a sign is no reason to stop
+  try:
+    app.run(main)
+  except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

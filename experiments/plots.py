@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 _COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#e09f3e", "#6a4c93", "#3aa6b9", "#8c6d46", "#5c5c5c")
 _PANELS = (
   ("score_mean", "Reward", "mean score"),
-  ("kl", "KL to the anchor", "nats per token"),
+  ("kl", "KL to the run's own anchor", "nats per token"),
   ("entropy", "Entropy", "nats per token"),
   ("response_length", "Response length", "tokens"),
 )

@@ -1,5 +1,6 @@
 """What a run says on the screen: header, remarks, evaluations, summary."""
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
@@ -13,7 +14,8 @@ from experiments.build import Run, memory_plan
 
 def say(text: str) -> None:
   """A line of its own, on standard output."""
-  print(text, flush=True)
+  with contextlib.suppress(BrokenPipeError):  # a reader that went away (`| head`) is no reason to stop
+    print(text, flush=True)
 
 
 def header(run: Run, workdir: pathlib.Path) -> None:
@@ -46,14 +48,15 @@ def header(run: Run, workdir: pathlib.Path) -> None:
 
 def evaluation(step: int, numbers: dict[str, float]) -> None:
   """One line for an evaluation, if there was one."""
-  if numbers:
-    say(f"step {step}: " + ", ".join(f"{name.removeprefix('eval_')} accuracy {value:.3f}" for name, value in numbers.items()))
+  found = [f"{kind} accuracy {numbers[f'eval_{kind}']:.3f}" for kind in ("sampled", "greedy") if f"eval_{kind}" in numbers]
+  if found:
+    say(f"step {step}: " + ", ".join(found))
 
 
 def summary(first: dict[str, float], last: dict[str, float], workdir: pathlib.Path, seconds: float) -> None:
   """What came out, and where it lies."""
   for kind in ("sampled", "greedy"):
-    if f"eval_{kind}" in first and f"eval_{kind}" in last:
+    if first.get(f"eval_{kind}") is not None and last.get(f"eval_{kind}") is not None:
       before, after = first[f"eval_{kind}"], last[f"eval_{kind}"]
       say(f"{kind} accuracy: {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
   say(f"done in {seconds:.0f} s; in {workdir}: metrics.jsonl, samples.jsonl, curves.png, tensorboard/, checkpoints/, flags.txt")

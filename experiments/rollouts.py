@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from emapg_jax import advantages, streams
-from emapg_jax.envs.task import Problem, score_all
+from emapg_jax.envs.task import Problem, ask, counters, score_all
 from emapg_jax.rollout import batching
 from emapg_jax.types import PyTree, RolloutBatch
 from experiments.build import Prompts, Run, on_devices
@@ -76,8 +76,7 @@ def to_batch(run: Run, responses: Responses, scores: np.ndarray, uids: np.ndarra
 
 def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], list[dict]]:
   """Mean score over the evaluation problems, sampled at the training temperature and greedy; the task's counters; samples for the log."""
-  counters = getattr(run.task, "metrics", dict)
-  counters()  # what came before belongs to no evaluation
+  counters(run.task)  # what came before belongs to no evaluation
   metrics, samples = {}, []
   for kind in ("sampled", "greedy"):
     scores, count, width = [], len(run.eval.problems), run.config.rows
@@ -90,13 +89,19 @@ def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], lis
       scores.append(score_all(run.task, responses.problems[:real], responses.texts[:real]))
       if start == 0:
         samples += log_samples(run, responses, scores[0], kind, min(real, run.config.samples_logged))
-    metrics[f"eval_{kind}"] = float(np.nanmean(np.concatenate(scores)))
-  return metrics | {f"eval_{name}": value for name, value in counters().items()}, samples
+    found = np.concatenate(scores)
+    if np.isfinite(found).any():
+      metrics[f"eval_{kind}"] = float(np.nanmean(found))
+    metrics["eval_unscored"] = metrics.get("eval_unscored", 0) + int(np.isnan(found).sum())
+  return metrics | {f"eval_{name}": value for name, value in counters(run.task).items()}, samples
 
 
 def log_samples(run: Run, responses: Responses, scores: np.ndarray, kind: str, count: int) -> list[dict]:
   """The first `count` responses as rows of samples.jsonl."""
-  extract = getattr(run.task, "extract", lambda problem, text: None)
+
+  def extract(problem: Problem, text: str) -> str | None:
+    return ask(run.task, "extract", problem, text) if hasattr(run.task, "extract") else None
+
   return [
     {
       "kind": kind,

@@ -60,7 +60,7 @@ class Config:
   distance: float = 0.3
   topk: int = 2
   seeds: int = 5
-  out: str = "sequence_kl"
+  out: str = "runs/sequence_kl"
 
   def __post_init__(self):
     if self.vocab < 2:

@@ -86,6 +86,10 @@ def warm_up(run: Run, state: TrainState, stop) -> TrainState:
       say(f"warm-up step {done}: loss {float(loss):.3f}" + (f", greedy accuracy {accuracy:.3f}" if accuracy is not None else ""))
   if config.warmup_accuracy and (accuracy is None or accuracy < config.warmup_accuracy):
     say(f"warm-up ended at its limit of {done} steps below the greedy accuracy of {config.warmup_accuracy} that was asked for")
+  if not np.isfinite(float(optax.tree.norm(params))):
+    raise ValueError(
+      f"The supervised warm-up ended with weights that are not finite; lower --warmup_learning_rate={config.warmup_learning_rate}."
+    )
   say(f"warm-up: {done} supervised steps, loss {float(loss):.3f}" + (f", greedy accuracy {accuracy:.3f}" if accuracy is not None else ""))
   init = functools.partial(init_state, optimizer=run.optimizer, with_anchor=config.uses_anchor)
   return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)

@@ -180,6 +180,7 @@ def test_stability_limits_hold_in_simulation(kind, decay, period, limit):
 def test_a_hard_copy_is_always_stable():
   assert anchor.stability_limit("post_update", 0.0) == math.inf == anchor.stability_limit("periodic", 0.0, 5)
   assert gap_after("periodic", 5.0, 0.0, 5) == 0.0
+  assert anchor.stability_limit("post_update", 5e-324) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,10 @@ def test_a_hard_copy_is_always_stable():
     (lambda: anchor.stability_limit("fixed", -0.1), "-0.1"),
     (lambda: anchor.stability_limit("periodic", 0.9, 0), "0"),
     (lambda: anchor.stability_limit("ema", 0.9), "pre_update"),
+    (lambda: anchor.update_anchor(tree(1.0), tree(0.0), 1.5, 1, 1), "1.5"),
+    (lambda: anchor.update_anchor(tree(1.0), tree(0.0), float("nan"), 1, 1), "nan"),
+    (lambda: anchor.update_anchor(tree(1.0), {**tree(0.0), "b": {"c": jnp.zeros(4, jnp.bfloat16)}}, 0.9, 1, 1), "'c'.*bfloat16.*float32"),
+    (lambda: jax.jit(anchor.update_anchor)(tree(1.0), tree(0.0, jnp.bfloat16), 0.9, 1, 1), "bfloat16"),
   ],
 )
 def test_bad_settings_are_named(call, named):

@@ -63,6 +63,34 @@ def test_a_bad_row_names_file_and_line(tmp_path, row, said):
     load_problems([path])
 
 
+@pytest.mark.parametrize(
+  "row, said",
+  [
+    ('{"problem": "p\\ud83d", "answer": "1"}', "`problem` is no valid Unicode"),
+    ('{"problem": "p", "answer": ["1", "a\\ud83d"]}', "`answer` is no valid Unicode"),
+    ('{"problem": "p", "answer": ' + "7" * 5000 + "}", "JSON that cannot be read .*digits.*long numbers as text"),
+    ("[" * 100_000, "JSON that cannot be read .*recursion"),
+  ],
+  ids=["problem", "answer", "digits", "levels"],
+)
+def test_what_python_cannot_hold_names_file_and_line(tmp_path, row, said):
+  path = write(tmp_path / "bad.jsonl", GOOD, row)
+  with pytest.raises(ValueError, match=f"bad.jsonl, line 2: {said}"):
+    load_problems([path])
+
+
+def test_a_whole_number_may_be_longer_than_any_float(tmp_path):
+  path = write(tmp_path / "a.jsonl", {"problem": "p", "answer": [10**400, 1]})
+  assert load_problems(path) == [Problem("p", (str(10**400), "1"))]
+
+
+def test_parquet_that_is_no_unicode_names_file_and_row(tmp_path):
+  texts = pyarrow.array([b"a", b"caf\xe9", b"c"]).view(pyarrow.string())
+  pyarrow.parquet.write_table(pyarrow.table({"problem": texts, "answer": ["1", "2", "3"]}), tmp_path / "bad.parquet")
+  with pytest.raises(ValueError, match=r"bad.parquet, row 2: not readable as text .*write the file again in UTF-8"):
+    load_problems([str(tmp_path / "bad.parquet")])
+
+
 def test_a_bad_parquet_row_names_file_and_row(tmp_path):
   pyarrow.parquet.write_table(pyarrow.table({"problem": ["a", "b"], "answer": ["1", None]}), tmp_path / "bad.parquet")
   with pytest.raises(ValueError, match=r"bad.parquet, row 2: `answer` is None"):

@@ -163,7 +163,7 @@ def _is_zombie(pid):
 
 def test_options_that_make_no_sense():
   for workers, limit in [(0, 1.0), (1, 0.0), (1, float("nan"))]:
-    with pytest.raises(ValueError, match="workers >= 1 and time_limit > 0"):
+    with pytest.raises(ValueError, match="workers >= 1 and 0 < time_limit <= 3600"):
       GradingPool(workers, limit)
   with GradingPool() as pool, pytest.raises(ValueError, match="1 gold answers for 2"):
     pool.grade([["1"]], ["1", "2"])
@@ -200,3 +200,9 @@ def test_math_task_modes():
     MathTask([problem], answer_mode="plain")
   with pytest.raises(ValueError, match="has the answer ''"):
     MathTask([Problem("p")])
+
+
+@pytest.mark.parametrize("limit", [float("inf"), float("nan"), 1e10, 1e8, 3601, 0])
+def test_a_limit_that_no_clock_takes_is_refused(limit):
+  with pytest.raises(ValueError, match=r"0 < time_limit <= 3600 seconds, got workers=1 and time_limit="):
+    GradingPool(workers=1, time_limit=limit)

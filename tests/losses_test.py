@@ -145,8 +145,7 @@ class CISPOTest(chex.TestCase):
   def test_overflowing_ratios_are_bounded(self):
     # exp(±200) is inf and 0 in float32.
     loss, grad, _ = loss_grad_aux(self.variant, CISPO, [-1.0] * 3, [-201.0, -201.0, 199.0], [1.0, -1.0, -1.0])
-    np.testing.assert_allclose(loss, [1.28, -1.28, -0.8], rtol=1e-6)
-    np.testing.assert_allclose(grad, [-1.28, 1.28, 0.8], rtol=1e-6)
+    np.testing.assert_allclose([loss, grad], [[1.28, -1.28, -0.8], [-1.28, 1.28, 0.8]], rtol=1e-6)
 
   @chex.variants(with_jit=True, without_jit=True)
   def test_advantage_zero_is_zero_whatever_the_rest(self):
@@ -164,8 +163,7 @@ class GSPOTest(chex.TestCase):
   @chex.variants(with_jit=True, without_jit=True)
   def test_both_sides_of_both_signs(self):
     # Geometric means over the first two tokens: sqrt(4 · 1) = 2, sqrt(1/4 · 1) = 1/2, sqrt(1.44 · 1) = 1.2. The third token is masked;
-    # with it the first would be 4^(1/3). The second token's own ratio is 1: not clipped but for its sequence, as the fourth row is not
-    # clipped for its first, 4, which no bound would keep.
+    # with it the first would be 28^(1/3). The second token's own ratio is 1: it is clipped for its sequence alone.
     first = np.array([4, 4, 0.25, 0.25, 1.44, 1.44], np.float32)
     ratios = np.stack([first, np.ones(6), np.full(6, 7)], axis=1)
     advantages = np.repeat(np.array([1, -1, 1, -1, 3, -2], np.float32)[:, None], 3, axis=1)
@@ -220,8 +218,7 @@ class GSPOTest(chex.TestCase):
     logp, old_logp = np.array([[-1.0, NAN, 1e4, -2.0]], np.float32), np.array([[-1.1, 3.0, -INF, -2.1]], np.float32)
     mask = np.array([[True, False, False, True]])
     loss, grad, aux = loss_grad_aux(self.variant, GSPO, logp, old_logp, np.array([[2, NAN, INF, 2]], np.float32), mask)
-    np.testing.assert_allclose(loss, -2 * np.exp(0.1) * mask, rtol=1e-6)
-    np.testing.assert_allclose(grad, -2 * np.exp(0.1) * mask, rtol=1e-6)
+    np.testing.assert_allclose([loss, grad], np.stack([mask, mask]) * (-2 * np.exp(0.1)), rtol=1e-6)
     np.testing.assert_allclose(aux.ratio, np.full((1, 4), np.exp(0.1)), rtol=1e-6)
 
   def test_a_row_without_trained_tokens_is_zero_and_makes_no_nan_on_the_way(self):

@@ -167,3 +167,20 @@ def test_progress_does_not_repeat_its_last_line():
   progress.update(1, {})
   progress.close()
   assert [line.split(" [")[0] for line in file.getvalue().splitlines()] == ["step 0/1 0%", "step 1/1 100%"]
+
+
+def test_a_dead_events_thread_is_an_error_and_no_hang(tmp_path):
+  """On a full disk tensorboardX's thread ends; nobody reads its queue any more."""
+  writer = metrics.MetricsWriter(str(tmp_path))
+  writer.write(1, {"loss": 1.0})
+  writer._events.file_writer.event_writer._worker.stop()
+  with pytest.raises(OSError, match="TensorBoard events can't be written"):
+    for step in range(2, 100):
+      writer.write(step, {f"m{i}": 1.0 for i in range(20)})
+  writer.close()
+
+
+def test_workdir_that_can_not_be_made(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(OSError, match=r"The folder of the run, .*file/run, can't be made .*--workdir"):
+    metrics.MetricsWriter(str(tmp_path / "file" / "run"))

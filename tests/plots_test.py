@@ -46,7 +46,7 @@ def test_a_run_fills_four_panels_with_points_mean_and_evaluations(tmp_path, draw
   assert image.shape[0] > 600 and image.shape[1] > 1000 and image.std() > 0.01
   figure = drawn[-1]
   assert figure.get_suptitle() == "run7"
-  assert [ax.get_title(loc="left") for ax in figure.axes] == ["Reward", "KL to the anchor", "Entropy", "Response length"]
+  assert [ax.get_title(loc="left") for ax in figure.axes] == ["Reward", "KL to the run's own anchor", "Entropy", "Response length"]
   assert [ax.get_ylabel() for ax in figure.axes] == ["mean score", "nats per token", "nats per token", "tokens"]
   assert [ax.get_xlabel() for ax in figure.axes[2:]] == ["RL step", "RL step"]
   steps = list(range(1, 61))

@@ -277,6 +277,7 @@ def test_interrupt_saves_and_says_where_and_the_run_goes_on(tmp_path):
   assert process.returncode == 130, out
   saved = int(next((tmp_path / "checkpoints").iterdir()).name)
   assert f"saved to {tmp_path / 'checkpoints' / str(saved)}" in out
+  assert f"--flagfile={tmp_path / 'flags.txt'}" in out
   done = cli(*tiny_flags(tmp_path, steps=saved + 2, eval_every=0, save_every=0, warmup_steps=1))
   assert done.returncode == 0, done.stderr
   assert f"resumed at step {saved}" in done.stdout
@@ -314,11 +315,34 @@ def test_resume_from_the_warm_up_has_every_step_once(tmp_path):
   assert again == lines
 
 
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_greedy": 0.5}\n')
+  _, _, lines = run(dataclasses.replace(TINY, steps=1, save_every=1, eval_every=0, warmup_steps=1), tmp_path)
+  assert [line["step"] for line in lines] == [0, 1]
+  assert "eval_greedy" not in lines[0]
+
+
+def test_one_run_at_a_time(tmp_path):
+  with loop.only_run_in(tmp_path), pytest.raises(ValueError, match=r"Another run is writing to"), loop.only_run_in(tmp_path):
+    pytest.fail("two runs in one folder")
+  with loop.only_run_in(tmp_path):
+    pass
+
+
+def test_resume_with_other_problems_is_refused(tmp_path, monkeypatch):
+  short = dataclasses.replace(TINY, steps=1, save_every=1, eval_every=0, warmup_steps=1)
+  run(short, tmp_path)
+  fewer = AddTask(1).prompts()[:50]
+  monkeypatch.setattr(AddTask, "prompts", lambda *_: fewer)
+  with pytest.raises(ValueError, match=r"problems"):
+    run(dataclasses.replace(short, steps=2), tmp_path)
+
+
 def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path):
   short = dataclasses.replace(TINY, steps=1, save_every=0, eval_every=0, warmup_steps=1, workdir=str(tmp_path))
   loop.train(build(short), tmp_path)
   before = (tmp_path / "metrics.jsonl").read_bytes()
-  with pytest.raises(ValueError, match=r"holds the metrics of a run, but no checkpoint"):
+  with pytest.raises(ValueError, match=r"holds the metrics of a run up to step 1, but no checkpoint"):
     loop.train(build(short), tmp_path)
   assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -326,9 +350,11 @@ def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path):
 def test_a_step_on_which_nothing_is_trained(tmp_path, monkeypatch):
   """Every score is NaN: no token is trained on, nothing moves, the run goes on."""
   monkeypatch.setattr(AddTask, "score", lambda *_: float("nan"))
-  short = dataclasses.replace(TINY, steps=2, save_every=1, eval_every=0, warmup_steps=1)
+  short = dataclasses.replace(TINY, steps=2, save_every=1, eval_every=2, warmup_steps=1)
   state, _, lines = run(short, tmp_path)
   assert lines[2]["unscored"] == 32
+  assert lines[2]["eval_unscored"] == 40
+  assert "eval_greedy" not in lines[2]
   assert "kl" not in lines[2]
   assert lines[2]["grad_norm"] == 0
   assert int(state.step) == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from emapg_jax.envs.arithmetic import ArithmeticTask
-from emapg_jax.envs.task import SCORE_MAX, SCORE_MIN, Problem, load_task, score_all
+from emapg_jax.envs.task import SCORE_MAX, SCORE_MIN, Problem, TaskError, counters, load_task, score_all
 
 PROBLEMS = [Problem("first", "1"), Problem("second", "2")]
 
@@ -122,3 +122,30 @@ def test_arithmetic_scores_the_last_number_exactly():
 
 def test_arithmetic_answers_are_the_sums():
   assert [int(problem.answer) for problem in ArithmeticTask().prompts()] == [a + b for a in range(10) for b in range(10)]
+
+
+class Faulty:
+  """Raises from score, as a task in the making does."""
+
+  chat = True
+
+  def prompts(self):
+    return [Problem("p", "1")]
+
+  def score(self, problem, response):
+    return float(int(response) == 3)
+
+  def metrics(self):
+    return None
+
+
+def test_what_a_users_task_raises_names_task_and_method():
+  with pytest.raises(TaskError, match=r"`score` of task tests\.task_test\.Faulty raised ValueError: invalid literal") as caught:
+    score_all(Faulty(), Faulty().prompts(), ["x"])
+  assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_counters_must_be_numbers():
+  with pytest.raises(TaskError, match=r"metrics\(\) of task .*Faulty returned None"):
+    counters(Faulty())
+  assert counters(object()) == {}

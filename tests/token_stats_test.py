@@ -145,6 +145,20 @@ def test_bad_arguments():
     token_stats(hidden, unembedding, targets, temperature=0.0)
   with pytest.raises(ValueError, match=r"top-k of 20 ids .* vocabulary has 19"):
     token_stats(hidden, unembedding, targets, topk=20)
+  for chunk in (0, -1):
+    with pytest.raises(ValueError, match=rf"chunk {chunk}, but a chunk holds at least 1"):
+      token_stats(hidden, unembedding, targets, chunk=chunk)
+
+
+@pytest.mark.parametrize("shape", [(0, T), (B, 0), (0, 0)])
+@pytest.mark.parametrize("chunk", [2, None])
+def test_no_positions_give_no_numbers(shape, chunk):
+  def logps(hidden):
+    return token_stats(hidden, jnp.ones((D, V)), jnp.zeros(shape, jnp.int32), topk=K, chunk=chunk)
+
+  stats = logps(jnp.zeros((*shape, D)))
+  assert stats.logp.shape == stats.log_tail.shape == shape and stats.topk_ids.shape == (*shape, K)
+  assert jax.grad(lambda h: jnp.sum(logps(h).logp))(jnp.zeros((*shape, D))).shape == (*shape, D)
 
 
 def test_approximate_search_gives_ids_that_are_as_good_for_the_kl():

@@ -104,6 +104,9 @@ def test_template_may_be_given_as_text_or_as_a_file(tmp_path):
     ("no/such/file.jinja", r"--chat_template='no/such/file\.jinja' is neither an existing file nor a template"),
     ("{{ prompt }}", "leaves out the user's message"),
     ("{% for m in messages %}{{ m['content'] }}", "chat template of --chat_template does not render"),
+    ("{{ 1/0 }}", r"chat template of --chat_template does not render a user message \(ZeroDivisionError: division by zero\)"),
+    ("{{ messages[0].content + 1 }}", r"does not render a user message \(TypeError"),
+    ("{% for i in range(10**9) %}{% endfor %}", r"does not render a user message \(OverflowError"),
   ],
 )
 def test_unusable_template_is_refused_at_once(template, message):
@@ -124,8 +127,24 @@ def test_without_a_template_raw_works_and_chat_says_what_to_do(tmp_path):
 def test_broken_template_of_the_folder_is_named(tmp_path):
   folder = copy_tokenizer(tmp_path, "tiny_llama")
   (folder / "chat_template.jinja").write_text("{{ raise_exception('system role needed') }}")
-  with pytest.raises(ValueError, match=r"chat template of the tokenizer in .* does not render a user message: system role needed"):
+  with pytest.raises(ValueError, match=r"template of the tokenizer in .* does not render a user message \(TemplateError: system role"):
     ChatTokenizer(str(folder)).render("1+1")
+
+
+def test_binary_template_file_is_named(tmp_path):
+  (tmp_path / "weights.jinja").write_bytes(b"{{\xff\xfe")
+  with pytest.raises(ValueError, match=r"--chat_template='.*weights\.jinja' cannot be read as text"):
+    ChatTokenizer(LLAMA, str(tmp_path / "weights.jinja"))
+
+
+def test_template_of_the_folder_that_leaves_out_the_message_is_refused_for_chats(tmp_path):
+  folder = copy_tokenizer(tmp_path, "tiny_llama")
+  (folder / "chat_template.jinja").write_text("user: {{ messages[0]['text'] }}")
+  tokenizer = ChatTokenizer(str(folder))
+  assert tokenizer.encode_prompt("1", chat=False) == [0, 9]
+  for call in (tokenizer.encode_prompt, tokenizer.opens_think):
+    with pytest.raises(ValueError, match=r"chat template of the tokenizer in .* leaves out the user's message"):
+      call("1+1", chat=True)
 
 
 def test_prompt_the_model_cannot_read_is_refused(tmp_path):

@@ -381,3 +381,13 @@ def test_scanned_equals_batched(strict_dtypes, direction):
 
     found = jax.jit(jax.value_and_grad(scanned))(logits)
     chex.assert_trees_all_close(found, jax.jit(jax.value_and_grad(batched))(logits), rtol=1e-5, atol=1e-6)
+
+
+def test_in_topk_may_be_integers():
+  args = f32([0.0, 0.0], [0.0, 0.0], [-1.0, -1.0], [-2.0, -2.0])
+  for form in (*CHAIN.values(), *SCORE.values(), *PUBLISHED.values()):
+    given = ([f32([[-1.0], [-1.0]])] * 2 + list(args[2:]) if form in CHAIN.values() else [f32([[-1.0], [-1.0]])] * 2) + [
+      f32([-1.5, -1.5]),
+      f32([-0.5, -0.5]),
+    ]
+    chex.assert_trees_all_equal(form(*given, jnp.asarray([1, 0])), form(*given, jnp.asarray([True, False])))

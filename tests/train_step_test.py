@@ -175,6 +175,14 @@ def test_bad_mini_batch_is_skipped_and_counted():
   chex.assert_trees_all_equal(after.opt_state, before.opt_state)
 
 
+def test_an_update_that_is_not_finite_is_skipped_too():
+  """A finite gradient times an infinite rate: the weights would be lost, and the next checkpoint with them."""
+  before = tiny.state()
+  after, metrics = tiny.step_fn()(tiny.state(), (), tiny.batch(), tiny.hyper(lr_scale=np.inf, ema_decay=1.0))
+  assert float(metrics["bad_updates"].sum) == 1
+  chex.assert_trees_all_equal(after.params, before.params)
+
+
 def test_anchor_follows_by_its_period_and_reads_the_new_policy():
   data, step = tiny.batch(), tiny.step_fn()
   state = tiny.state()

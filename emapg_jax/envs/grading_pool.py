@@ -26,6 +26,7 @@ from typing import IO
 from emapg_jax.envs.grading import Outcome, grade, quick_grade
 
 _START_LIMIT = 120.0  # seconds for a worker's imports; generous, since a loaded machine takes long
+_LONGEST = 3600  # seconds for one answer; the clocks behind it overflow at some 10^8
 _ATTEMPTS = 2  # how often an answer is graded on which workers die
 _MEMORY_LIMIT = 4 * 2**30  # bytes of address space of a worker
 
@@ -51,12 +52,14 @@ class GradingPool:
 
   Args:
     workers: the most processes at a time.
-    time_limit: seconds for one answer, after which its worker is killed and the answer counts as a timeout.
+    time_limit: seconds for one answer, at most 3600, after which its worker is killed and the answer counts as a timeout.
   """
 
   def __init__(self, workers: int = 4, time_limit: float = 5.0):
-    if workers < 1 or not time_limit > 0:
-      raise ValueError(f"a grading pool needs workers >= 1 and time_limit > 0 seconds, got workers={workers} and time_limit={time_limit}.")
+    if workers < 1 or not 0 < time_limit <= _LONGEST:
+      raise ValueError(
+        f"a grading pool needs workers >= 1 and 0 < time_limit <= {_LONGEST} seconds, got workers={workers} and time_limit={time_limit}."
+      )
     self._size, self._time_limit = workers, time_limit
     self._workers: list[_Worker] = []
     self._lock = threading.Lock()

@@ -61,6 +61,36 @@ class Task(Protocol):
     ...
 
 
+class TaskError(RuntimeError):
+  """The task's own code raised, or returned what it must not; the cause is attached."""
+
+
+def ask(task: Task, method: str, *args: object) -> object:
+  """Calls a method of the task; what it raises comes out as a TaskError that names task and method.
+
+  Raises:
+    TaskError: the method raised something else than a ValueError of this project's own tasks.
+  """
+  try:
+    return getattr(task, method)(*args)
+  except Exception as error:
+    if type(task).__module__.startswith("emapg_jax."):
+      raise
+    raise TaskError(f"the method `{method}` of task {_name(task)} raised {type(error).__name__}: {error}") from error
+
+
+def counters(task: Task) -> dict[str, float]:
+  """The task's counters since the last call; none when it has no `metrics`.
+
+  Raises:
+    TaskError: they are not a dict from name to number.
+  """
+  found = ask(task, "metrics") if hasattr(task, "metrics") else {}
+  if not isinstance(found, dict) or not all(isinstance(value, numbers.Real) for value in found.values()):
+    raise TaskError(f"metrics() of task {_name(task)} returned {str(found)[:80]}; it must return a dict from name to number.")
+  return {str(name): float(value) for name, value in found.items()}
+
+
 def score_all(task: Task, problems: Sequence[Problem], responses: Sequence[str]) -> np.ndarray:
   """Scores of responses, float64, in their order; in one call of the task's `score_batch` when it has one.
 
@@ -69,8 +99,10 @@ def score_all(task: Task, problems: Sequence[Problem], responses: Sequence[str])
   """
   if len(problems) != len(responses):
     raise ValueError(f"got {len(problems)} problems for {len(responses)} responses; each response needs its problem.")
-  batch = getattr(task, "score_batch", None)
-  scores = list(batch(problems, responses)) if batch else [task.score(*pair) for pair in zip(problems, responses)]
+  if hasattr(task, "score_batch"):
+    scores = list(ask(task, "score_batch", problems, responses))
+  else:
+    scores = [ask(task, "score", *pair) for pair in zip(problems, responses)]
   if len(scores) != len(responses):
     raise ValueError(f"task {_name(task)}: score_batch returned {len(scores)} scores for {len(responses)} responses; return one for each.")
   for problem, score in zip(problems, scores):
@@ -111,12 +143,16 @@ def load_task(name: str) -> Task:
       raise ValueError(
         f"task {name!r}: the {type(task).__name__} that it returned has no method `{method}`; a task needs prompts() and score()."
       )
-  problems = task.prompts()
-  if not problems:
-    raise ValueError(f"task {name!r}: prompts() is empty; return at least one Problem.")
-  for i, problem in enumerate(problems):
-    if not isinstance(problem, Problem):
-      raise ValueError(f"task {name!r}: prompts()[{i}] is a {type(problem).__name__}, not an emapg_jax.envs.task.Problem(prompt, answer).")
+  for method in ("prompts", "eval_prompts"):
+    if hasattr(task, method):
+      problems = ask(task, method)
+      if not problems:
+        raise ValueError(f"task {name!r}: {method}() is empty; return at least one Problem.")
+      for i, problem in enumerate(problems):
+        if not isinstance(problem, Problem):
+          raise ValueError(
+            f"task {name!r}: {method}()[{i}] is a {type(problem).__name__}, not an emapg_jax.envs.task.Problem(prompt, answer)."
+          )
   return task
 
 

@@ -46,7 +46,7 @@ def _read_json(model_path: str, name: str) -> dict:
   try:
     with open(path, encoding="utf-8") as f:
       content = json.load(f)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f"{path} cannot be read as JSON ({error}). Download the model folder again.") from error
   if not isinstance(content, dict):
     raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}. Download the model folder again.")
@@ -72,26 +72,57 @@ def read_model_json(model_path: str) -> dict:
   return _read_json(model_path, "config.json")
 
 
+def _number(value: object, name: str, whole: bool = False, least: float = 0.0, below: float = 2.0**63) -> float | int:
+  """`value` if it is a number above 0 (`whole`: an integer of at least `least`) and under `below`; `name` says file and key."""
+  is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+  if not is_number or not (least <= value if whole else value > 0) or not value < below:
+    wanted = f"a whole number of at least {least:.0f}" if whole else "a number above 0"
+    raise ValueError(f"{name} is {value!r:.100}, but must be {wanted} and less than {below:.0f}: restore the file from the original model.")
+  return value
+
+
+def _size(raw: Mapping, key: str, path: str, default: int | None = None) -> int:
+  """A dimension of the model; null means the default."""
+  value = raw.get(key)
+  return default if value is None and default is not None else _number(value, f"{path}: {key}", whole=True, least=1, below=2**31)
+
+
+def _rope_settings(raw: Mapping, path: str) -> dict:
+  """`rope_parameters` over `rope_scaling`."""
+  rope = {}
+  for key in ("rope_scaling", "rope_parameters"):
+    settings = raw.get(key)
+    if settings is not None and not isinstance(settings, dict):
+      raise ValueError(f"{path}: {key} is {settings!r}, but must be a JSON object or null: restore the file from the original model.")
+    rope.update(settings or {})
+  return rope
+
+
 def _rope(raw: Mapping, path: str) -> tuple[float, tuple[float, float, float, float] | None]:
   """(theta, llama3 scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-  rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+  rope = _rope_settings(raw, path)
   nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
   kind = rope.get("rope_type", rope.get("type", "default"))
   partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
-  theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+  theta = next((values["rope_theta"] for values in (rope, raw) if values.get("rope_theta") is not None), 10_000.0)
   if nested or partial != 1.0 or kind not in ("default", "llama3"):
     what = f"rotary embeddings per layer type ({', '.join(nested)})" if nested else f"rope type {kind!r}"
     what = f"partial_rotary_factor {partial}" if partial != 1.0 else what
     raise ValueError(
       f"{path} asks for {what}, but only full rotary embeddings of type 'default' and 'llama3' exist here: use another model."
     )
+  theta = float(_number(theta, f"{path}: rope_theta"))
   if kind == "default":
     return theta, None
   missing = [key for key in ("factor", "low_freq_factor", "high_freq_factor") if key not in rope]
   if missing:
     raise ValueError(f"{path} has rope type 'llama3' without {', '.join(missing)}: complete its rope settings from the original model.")
-  original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-  return theta, (float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), float(original))
+  key = "original_max_position_embeddings"
+  original = next((values[key] for values in (raw, rope) if values.get(key) is not None), raw["max_position_embeddings"])
+  factor, low, high = (float(_number(rope[name], f"{path}: {name}")) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+  if not low < high:
+    raise ValueError(f"{path}: low_freq_factor {low} must be less than high_freq_factor {high}: restore the file from the original model.")
+  return theta, (factor, low, high, float(_number(original, f"{path}: {key}")))
 
 
 def _refuse_windows(raw: Mapping, path: str) -> None:
@@ -100,7 +131,10 @@ def _refuse_windows(raw: Mapping, path: str) -> None:
   if types is None:
     # The text of older configs says the opposite; in the code that trained the models, layers from max_window_layers on are windowed.
     first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None else None
-    windowed = [] if first is None else list(range(first, raw["num_hidden_layers"]))
+    first = raw["num_hidden_layers"] if first is None else _number(first, f"{path}: max_window_layers", whole=True)
+    windowed = list(range(first, raw["num_hidden_layers"]))
+  elif not isinstance(types, list):
+    raise ValueError(f"{path}: layer_types is {types!r}, but must be a list or null: restore the file from the original model.")
   else:
     windowed = [i for i, kind in enumerate(types) if kind != "full_attention"]
   if windowed:
@@ -109,6 +143,23 @@ def _refuse_windows(raw: Mapping, path: str) -> None:
       f"{windowed[0]}), which does not exist here. Use a model whose layers all attend fully, or set use_sliding_window to false if "
       "prompt and response together never exceed the window."
     )
+
+
+def _refuse_unsupported(raw: Mapping, path: str) -> None:
+  """Raises unless the sizes are all there and the switches ask for what the decoder does."""
+  required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+  missing = [key for key in required if raw.get(key) is None]
+  if missing:
+    raise ValueError(f"{path} lacks the whole number(s) {', '.join(missing)}: restore the file from the original model.")
+  for key in required:
+    _size(raw, key, path)
+  for key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"):
+    if raw.get(key) not in (None, False, True):  # "false" would count as true
+      raise ValueError(f"{path}: {key} is {raw[key]!r}, but must be true, false or null: restore the file from the original model.")
+  if raw["model_type"] == "llama" and raw.get("mlp_bias"):
+    raise ValueError(f"{path} has mlp_bias true, but the MLP here has no biases: use another model.")
+  if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+    raise ValueError(f"{path} has hidden_act {raw['hidden_act']!r}, but the MLP here is SwiGLU ('silu'): use another model.")
 
 
 def read_config(model_path: str, dtype: str = "float32", param_dtype: str = "float32", remat: bool = True) -> DecoderConfig:
@@ -125,22 +176,20 @@ def read_config(model_path: str, dtype: str = "float32", param_dtype: str = "flo
       f"{path} has model_type {kind!r} (architectures {raw.get('architectures')}), which is not supported: use a model of type 'llama' "
       "or 'qwen2' (Llama, SmolLM2, Qwen2, Qwen2.5, R1-distilled Qwen or Llama)."
     )
-  required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-  missing = [key for key in required if not isinstance(raw.get(key), int)]
-  if missing:
-    raise ValueError(f"{path} lacks the whole number(s) {', '.join(missing)}: restore the file from the original model.")
-  if kind == "llama" and raw.get("mlp_bias"):
-    raise ValueError(f"{path} has mlp_bias true, but the MLP here has no biases: use another model.")
-  if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-    raise ValueError(f"{path} has hidden_act {raw['hidden_act']!r}, but the MLP here is SwiGLU ('silu'): use another model.")
+  _refuse_unsupported(raw, path)
   heads = raw["num_attention_heads"]
-  if not raw.get("head_dim") and raw["hidden_size"] % heads:
+  if raw.get("head_dim") is None and raw["hidden_size"] % heads:
     raise ValueError(
       f"{path} has no head_dim, and hidden_size {raw['hidden_size']} is no multiple of num_attention_heads {heads}: set head_dim."
     )
   if kind == "qwen2":
     _refuse_windows(raw, path)
   theta, scaling = _rope(raw, path)
+  eps = _number(raw.get("rms_norm_eps", 1e-6), f"{path}: rms_norm_eps")
+  sizes = {
+    "num_kv_heads": _size(raw, "num_key_value_heads", path, heads),
+    "head_dim": _size(raw, "head_dim", path, raw["hidden_size"] // heads),
+  }
   try:
     return DecoderConfig(
       vocab_size=raw["vocab_size"],
@@ -148,12 +197,11 @@ def read_config(model_path: str, dtype: str = "float32", param_dtype: str = "flo
       intermediate_size=raw["intermediate_size"],
       num_layers=raw["num_hidden_layers"],
       num_heads=heads,
-      num_kv_heads=raw.get("num_key_value_heads") or heads,
-      head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+      **sizes,
       max_positions=raw["max_position_embeddings"],
       rope_theta=theta,
       rope_scaling=scaling,
-      rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+      rms_norm_eps=eps,
       qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias")),
       tied=bool(raw.get("tie_word_embeddings")),
       dtype=dtype,
@@ -168,12 +216,19 @@ def eos_ids(model_path: str, tokenizer_eos: int | Iterable[int] | None = None) -
   """Every id that ends a response: the union of config.json, generation_config.json and the tokenizer's, ascending.
 
   Raises:
-    ValueError: if none of the three names one.
+    ValueError: if none of the three names one, or one of the files something that is no id of the model.
   """
-  found = [read_model_json(model_path).get("eos_token_id"), tokenizer_eos]
+  raw = read_model_json(model_path)
+  files = {"config.json": raw}
   if os.path.isfile(os.path.join(model_path, "generation_config.json")):
-    found.append(_read_json(model_path, "generation_config.json").get("eos_token_id"))
-  ids = {i for value in found if value is not None for i in ([value] if isinstance(value, int) else value)}
+    files["generation_config.json"] = _read_json(model_path, "generation_config.json")
+  rows = _size(raw, "vocab_size", os.path.join(model_path, "config.json"), 2**31)
+  ids = set(() if tokenizer_eos is None else [tokenizer_eos] if isinstance(tokenizer_eos, int) else tokenizer_eos)
+  for name, content in files.items():
+    found = content.get("eos_token_id")
+    where = f"{os.path.join(model_path, name)}: eos_token_id"
+    for value in found if isinstance(found, list) else [] if found is None else [found]:
+      ids.add(_number(value, where, whole=True, below=rows))
   if not ids:
     raise ValueError(
       f"No end-of-sequence id in {model_path!r}: neither config.json, generation_config.json nor the tokenizer has one, so every response "
@@ -182,13 +237,24 @@ def eos_ids(model_path: str, tokenizer_eos: int | Iterable[int] | None = None) -
   return tuple(sorted(int(i) for i in ids))
 
 
+def _shards(model_path: str) -> list[str]:
+  """The files that the index names."""
+  weight_map = _read_json(model_path, _INDEX).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+    raise ValueError(
+      f"{os.path.join(model_path, _INDEX)}: weight_map must be an object of tensor names and file names, got {str(weight_map)[:100]}. "
+      "Download this file again."
+    )
+  return sorted(set(weight_map.values()))
+
+
 @contextlib.contextmanager
 def _open_tensors(model_path: str) -> Iterator[dict[str, tuple[str, safetensors.safe_open]]]:
   """{tensor name: (file, open handle)} over one or many files; the files are mapped, nothing is read yet."""
   if os.path.isfile(os.path.join(model_path, _WEIGHTS)):
     files = [_WEIGHTS]
   elif os.path.isfile(os.path.join(model_path, _INDEX)):
-    files = sorted(set(_read_json(model_path, _INDEX).get("weight_map", {}).values()))
+    files = _shards(model_path)
   else:
     present = sorted(name for name in os.listdir(model_path) if name.endswith((".bin", ".pt", ".pth", ".safetensors", ".gguf")))
     raise ValueError(

@@ -12,8 +12,11 @@ _PROBE = "What is 1+1?"
 def _read_template(chat_template: str) -> str:
   """A template given as text or as the path of a file."""
   if os.path.isfile(chat_template):
-    with open(chat_template, encoding="utf-8") as f:
-      return f.read()
+    try:
+      with open(chat_template, encoding="utf-8") as f:
+        return f.read()
+    except (OSError, UnicodeDecodeError) as error:
+      raise ValueError(f"--chat_template={chat_template!r} cannot be read as text ({error}). Give the path of a Jinja file.") from error
   if "{" not in chat_template:
     raise ValueError(
       f"--chat_template={chat_template!r} is neither an existing file nor a template (it has no {{{{ }}}} in it). Give the path of a Jinja "
@@ -66,31 +69,41 @@ class ChatTokenizer:
     special = self._tokenizer.added_tokens_decoder
     # Some tokenizers call the reasoning marks special; without them an answer cannot be told from the thoughts before it.
     self._dropped = frozenset(i for i, token in special.items() if token.special and token.content not in _THINK)
-    if self._template is not None and _PROBE not in self.render(_PROBE):
-      raise ValueError(
-        f"--chat_template={chat_template!r} leaves out the user's message: it must render `messages`, a list of role and content."
-      )
+    self._template_name = f"the tokenizer in {model_path!r}" if chat_template is None else "--chat_template"
+    self._probed = False
+    if self._template is not None:
+      self.render(_PROBE)
 
   def render(self, prompt: str) -> str:
     """The chat text with `prompt` as the only user message, up to where the assistant begins to speak.
 
     Raises:
-      ValueError: if there is no chat template, or it fails.
+      ValueError: if there is no chat template, it fails, or it leaves out the message.
     """
     if self._template is None and self._tokenizer.chat_template is None:
       raise ValueError(
         f"The tokenizer in {self._path!r} has no chat template, so a prompt cannot be put as a chat. Give one by --chat_template (a Jinja "
         "file, or its text), or use raw prompts, as for a base model."
       )
-    import jinja2
+    if not self._probed:
+      if _PROBE not in self._apply_template(_PROBE):
+        raise ValueError(
+          f"The chat template of {self._template_name} leaves out the user's message: it must render `messages`, a list of role and "
+          "content. Correct it, or give another by --chat_template."
+        )
+      self._probed = True
+    return self._apply_template(prompt)
 
+  def _apply_template(self, prompt: str) -> str:
     try:
       return self._tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], chat_template=self._template, tokenize=False, add_generation_prompt=True
       )
-    except jinja2.TemplateError as error:
-      source = "--chat_template" if self._template is not None else f"the tokenizer in {self._path!r}"
-      raise ValueError(f"The chat template of {source} does not render a user message: {error}. Correct it, or give another.") from error
+    except Exception as error:  # a template is a program and fails as it likes: 1/0, text + 1, a range without end
+      raise ValueError(
+        f"The chat template of {self._template_name} does not render a user message ({type(error).__name__}: {error}). Correct it, or give "
+        "another by --chat_template."
+      ) from error
 
   def encode_prompt(self, prompt: str, chat: bool) -> list[int]:
     """Token ids of a prompt.
