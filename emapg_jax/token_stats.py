@@ -95,6 +95,11 @@ def token_stats(
   batch, length, _ = hidden.shape
   vocab = unembedding.shape[1]
   k = topk if topk_ids is None else topk_ids.shape[-1]
+  if hidden.shape[-1] != unembedding.shape[0]:
+    raise ValueError(
+      f"token_stats got hidden states of width {hidden.shape[-1]} and an unembedding of shape {unembedding.shape}: it must be [width, "
+      "vocabulary]; transpose a matrix that is stored the other way round."
+    )
   if not temperature > 0:
     raise ValueError(f"token_stats needs temperature > 0, got {temperature}: greedy decoding has no log-probabilities to train on.")
   if k > vocab:

@@ -141,6 +141,8 @@ def test_never_holds_all_logits():
 
 def test_bad_arguments():
   hidden, unembedding, targets = inputs()
+  with pytest.raises(ValueError, match=r"width 5 and an unembedding of shape \(19, 5\)"):
+    token_stats(hidden, unembedding.T, targets)
   with pytest.raises(ValueError, match=r"temperature > 0, got 0"):
     token_stats(hidden, unembedding, targets, temperature=0.0)
   with pytest.raises(ValueError, match=r"top-k of 20 ids .* vocabulary has 19"):
