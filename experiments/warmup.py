@@ -74,6 +74,7 @@ def warm_up(run: Run, state: TrainState, stop) -> TrainState:
   params, opt_state, done, accuracy = state.params, jax.jit(optimizer.init, out_shardings=opt_shardings)(state.params), 0, None
   while done < config.warmup_steps:
     params, opt_state, loss = update(params, opt_state, on_devices(run, _demonstrations(run, rng)))
+    jax.block_until_ready(loss)  # simulated devices on few cores abort when many collective programs wait for each other
     done += 1
     if stop.asked:
       say("stopped in the supervised warm-up, of which nothing is kept")
@@ -86,7 +87,7 @@ def warm_up(run: Run, state: TrainState, stop) -> TrainState:
       say(f"warm-up step {done}: loss {float(loss):.3f}" + (f", greedy accuracy {accuracy:.3f}" if accuracy is not None else ""))
   if config.warmup_accuracy and (accuracy is None or accuracy < config.warmup_accuracy):
     say(f"warm-up ended at its limit of {done} steps below the greedy accuracy of {config.warmup_accuracy} that was asked for")
-  if not np.isfinite(float(optax.tree.norm(params))):
+  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(params))):
     raise ValueError(
       f"The supervised warm-up ended with weights that are not finite; lower --warmup_learning_rate={config.warmup_learning_rate}."
     )
