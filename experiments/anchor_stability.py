@@ -51,7 +51,7 @@ class Config:
   moment_batches: int = 16
   adam_eps: float = 1e-8
   seed: int = 0
-  out: str = "anchor_stability"
+  out: str = "runs/anchor_stability"
 
   def __post_init__(self):
     for name in ("learning_rate", "kl_coef", "tolerance", "adam_eps"):
