@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app
 from jax import lax
 
 from emapg_jax import anchor
-from experiments import anchor_stability_plot, fisher, report
+from experiments import anchor_stability_plot, fisher, flags, report
 
 KINDS = ("fixed", "pre_update", "post_update", "periodic")
 SAMPLE_TEXT = (pathlib.Path(__file__).parent / "anchor_stability_text.txt").read_text(encoding="utf-8")
@@ -37,21 +37,21 @@ SAMPLE_TEXT = (pathlib.Path(__file__).parent / "anchor_stability_text.txt").read
 class Config:
   """Settings of the experiment."""
 
-  learning_rate: float = 1e-6
-  kl_coef: float = 0.001
-  ema_decay: float = 0.95
-  ema_period: int = 10
-  mini_batches: int = 2
-  model_path: str = ""
-  text: str = ""
-  rows: int = 2
-  tokens: int = 64
-  iterations: int = 15
-  tolerance: float = 0.001
-  moment_batches: int = 16
-  adam_eps: float = 1e-8
-  seed: int = 0
-  out: str = "runs/anchor_stability"
+  learning_rate: float = flags.field(1e-6, "α, the optimizer's step size")
+  kl_coef: float = flags.field(0.001, "β, the weight of the KL to the anchor")
+  ema_decay: float = flags.field(0.95, "η, the weight the anchor keeps")
+  ema_period: int = flags.field(10, "RL steps between anchor updates")
+  mini_batches: int = flags.field(2, "optimizer updates per RL step")
+  model_path: str = flags.field("", "Hugging Face folder of a model to measure; empty: simulate only")
+  text: str = flags.field("", "file whose tokens the model is measured on; empty: a built-in text of word problems")
+  rows: int = flags.field(2, "rows of text in a batch")
+  tokens: int = flags.field(64, "tokens per row")
+  iterations: int = flags.field(15, "most power iterations, for each of the two matrices")
+  tolerance: float = flags.field(0.001, "residual ‖Av − λv‖/λ at which a power iteration stops")
+  moment_batches: int = flags.field(16, "mini-batches that Adam's second moment is estimated on")
+  adam_eps: float = flags.field(1e-8, "ε of P = diag(√v̂ + ε)")
+  seed: int = flags.field(0, "of the power iteration's start and of the tokens sampled for v̂")
+  out: str = flags.field("runs/anchor_stability", "prefix of the .json and .png that are written")
 
   def __post_init__(self):
     for name in ("learning_rate", "kl_coef", "tolerance", "adam_eps"):
@@ -298,40 +298,16 @@ def distance_table(rows: Sequence[dict]) -> str:
   return "\n".join(lines)
 
 
-def define_flags() -> None:
-  """One flag per field of Config; called by the program only, so that an import adds no flag."""
-  texts = {
-    "learning_rate": "α, the optimizer's step size",
-    "kl_coef": "β, the weight of the KL to the anchor",
-    "ema_decay": "η, the weight the anchor keeps",
-    "ema_period": "RL steps between anchor updates",
-    "mini_batches": "optimizer updates per RL step",
-    "model_path": "Hugging Face folder of a model to measure; empty: simulate only",
-    "text": "file whose tokens the model is measured on; empty: a built-in text of word problems",
-    "rows": "rows of text in a batch",
-    "tokens": "tokens per row",
-    "iterations": "most power iterations, for each of the two matrices",
-    "tolerance": "residual ‖Av − λv‖/λ at which a power iteration stops",
-    "moment_batches": "mini-batches that Adam's second moment is estimated on",
-    "adam_eps": "ε of P = diag(√v̂ + ε)",
-    "seed": "of the power iteration's start and of the tokens sampled for v̂",
-    "out": "prefix of the .json and .png that are written",
-  }
-  kinds = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
-  for field in dataclasses.fields(Config):
-    kinds[type(field.default)](field.name, field.default, texts[field.name])
-
-
 def main(argv: Sequence[str]) -> None:
   """Reads the flags and runs."""
   try:
     if len(argv) > 1:
       raise ValueError(f"{argv[1]!r} is not a flag: write --name=value.")
-    run(Config(**{field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(Config)}))
+    run(flags.read(Config))
   except (ValueError, OSError) as error:
     report.fail(error)
 
 
 if __name__ == "__main__":
-  define_flags()
+  flags.define(Config)
   app.run(main)

@@ -13,13 +13,12 @@ import os
 import pathlib
 import platform
 import time
-from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app
 from tqdm import tqdm
 
-from experiments import kl_measure, kl_report, kl_sources
+from experiments import flags, kl_measure, kl_report, kl_sources
 from experiments.report import fail, say
 
 _DISTANCES = {
@@ -29,36 +28,34 @@ _DISTANCES = {
 }
 
 
-def _field(default: Any, text: str) -> Any:
-  return dataclasses.field(default=default, metadata={"help": text})
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
   """What to measure. Field names are the names of the flags."""
 
-  out: str = _field("runs/kl_estimators", "Prefix of the .md, .json and .png to write, or a folder (existing, or with a / at the end).")
-  topk: tuple[int, ...] = _field((0, 1, 8, 32, 128, 512), "Values of K, ids with exact treatment.")
-  distances: tuple[float, ...] = _field(
+  out: str = flags.field(
+    "runs/kl_estimators", "Prefix of the .md, .json and .png to write, or a folder (existing, or with a / at the end)."
+  )
+  topk: tuple[int, ...] = flags.field((0, 1, 8, 32, 128, 512), "Values of K, ids with exact treatment.")
+  distances: tuple[float, ...] = flags.field(
     (),
     "How far the anchor is. Synthetic: standard deviation of the normal added to the logits (default 0.1,0.5). Second checkpoint: its "
     "share in the mixture of weights (default 1).",
   )
-  perturbation: tuple[float, ...] = _field(
+  perturbation: tuple[float, ...] = flags.field(
     (),
     "Model without a second checkpoint: size of the noise in the anchor's weights, relative to each array's own (default "
     "0.001,0.003,0.03).",
   )
-  curve_distances: tuple[float, ...] = _field(
+  curve_distances: tuple[float, ...] = flags.field(
     (), "Further distances, in the JSON and the figure only. Empty: some, where the table's are the default."
   )
-  vocab_size: int = _field(1500, "Synthetic: tokens in the vocabulary.")
-  seeds: int = _field(5, "Synthetic: draws of each kind of logits.")
-  model_path: str = _field("", "Hugging Face folder (Llama or Qwen2) whose next-token logits to use. Empty: synthetic logits.")
-  ref_model_path: str = _field("", "Folder of a second checkpoint of the same architecture, for the anchor.")
-  text: str = _field("", "Text file for the model. Empty: a short built-in text.")
-  positions: int = _field(64, "Model: positions of the text, evenly spaced.")
-  seed: int = _field(0, "Model: seed of the noise.")
+  vocab_size: int = flags.field(1500, "Synthetic: tokens in the vocabulary.")
+  seeds: int = flags.field(5, "Synthetic: draws of each kind of logits.")
+  model_path: str = flags.field("", "Hugging Face folder (Llama or Qwen2) whose next-token logits to use. Empty: synthetic logits.")
+  ref_model_path: str = flags.field("", "Folder of a second checkpoint of the same architecture, for the anchor.")
+  text: str = flags.field("", "Text file for the model. Empty: a short built-in text.")
+  positions: int = flags.field(64, "Model: positions of the text, evenly spaced.")
+  seed: int = flags.field(0, "Model: seed of the noise.")
 
   def __post_init__(self):
     idle = ("vocab_size", "seeds") if self.model_path else ("ref_model_path", "text", "perturbation", "positions", "seed")
@@ -183,38 +180,16 @@ def _summary(cases: list[kl_report.Case]) -> list[str]:
   return lines
 
 
-def define() -> None:
-  """Registers one flag per field of Settings: at start and not at import, since other experiments have flags of the same names."""
-  kinds = {int: flags.DEFINE_integer, str: flags.DEFINE_string, tuple: flags.DEFINE_list}
-  for field in dataclasses.fields(Settings):
-    default = [str(x) for x in field.default] if isinstance(field.default, tuple) else field.default
-    kinds[type(field.default)](field.name, default, field.metadata["help"])
-
-
-def _numbers(name: str, kind: type, values: list[str]) -> tuple:
-  try:
-    return tuple(kind(x) for x in values)
-  except ValueError:
-    raise ValueError(f"--{name}={','.join(values)} must be numbers with commas between them, for example 8,32.") from None
-
-
-def read() -> Settings:
-  """Settings of the parsed flags."""
-  values = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(Settings)}
-  lists = {"topk": int, "distances": float, "perturbation": float, "curve_distances": float}
-  return Settings(**values | {name: _numbers(name, kind, values[name]) for name, kind in lists.items()})
-
-
 def main(argv: list[str]) -> None:
   """Flags in, three files out."""
   try:
     if len(argv) > 1:
       raise ValueError(f"{argv[1]!r} is not a flag: write --name=value.")
-    run(read())
+    run(flags.read(Settings))
   except (ValueError, OSError) as error:
     fail(error)
 
 
 if __name__ == "__main__":
-  define()
+  flags.define(Settings)
   app.run(main)

@@ -13,7 +13,6 @@ import pathlib
 import sys
 import time
 
-import absl.flags
 import jax
 from absl import app
 
@@ -23,7 +22,6 @@ from experiments import flags, loop, report
 from experiments.build import build
 
 flags.define()
-absl.flags.adopt_module_key_flags(flags)  # so that --help shows them
 
 
 def _effective(config):

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app
 from flax import struct
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 
 from emapg_jax import kl
 from emapg_jax.token_stats import stats_from_logits
-from experiments import report
+from experiments import flags, report
 
 Array = jax.Array
 Form = tuple[str, str]  # (group, estimator)
@@ -55,12 +55,12 @@ DISTANCES = (0.01, 0.03, 0.1, 0.3, 1.0)
 class Config:
   """Settings of the experiment."""
 
-  vocab: int = 4
-  max_length: int = 6
-  distance: float = 0.3
-  topk: int = 2
-  seeds: int = 5
-  out: str = "runs/sequence_kl"
+  vocab: int = flags.field(4, "tokens of the vocabulary, the end of the sequence included")
+  max_length: int = flags.field(6, "longest response, in tokens")
+  distance: float = flags.field(0.3, "standard deviation of anchor minus policy, per weight")
+  topk: int = flags.field(2, "K of the top-k estimators; the policy's own top-k")
+  seeds: int = flags.field(5, "random policies to average over")
+  out: str = flags.field("runs/sequence_kl", "prefix of the .md, .json and .png that are written")
 
   def __post_init__(self):
     if self.vocab < 2:
@@ -338,31 +338,16 @@ def draw(by_length: dict[int, Measurement], by_distance: dict[float, Measurement
   figure.savefig(png_path)
 
 
-def define_flags() -> None:
-  """One flag per field of Config; called by the program only, so that an import adds no flag."""
-  texts = {
-    "vocab": "tokens of the vocabulary, the end of the sequence included",
-    "max_length": "longest response, in tokens",
-    "distance": "standard deviation of anchor minus policy, per weight",
-    "topk": "K of the top-k estimators; the policy's own top-k",
-    "seeds": "random policies to average over",
-    "out": "prefix of the .md, .json and .png that are written",
-  }
-  kinds = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
-  for field in dataclasses.fields(Config):
-    kinds[type(field.default)](field.name, field.default, texts[field.name])
-
-
 def main(argv: Sequence[str]) -> None:
   """Reads the flags and runs."""
   try:
     if len(argv) > 1:
       raise ValueError(f"{argv[1]!r} is not a flag: write --name=value.")
-    run(Config(**{field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(Config)}))
+    run(flags.read(Config))
   except (ValueError, OSError) as error:
     report.fail(error)
 
 
 if __name__ == "__main__":
-  define_flags()
+  flags.define(Config)
   app.run(main)
