@@ -1,9 +1,11 @@
-"""The anchor: an exponential moving average of the policy's weights, in float32, and how fast and how stably it follows.
+"""The anchor: an exponential moving average of the policy's weights, in float32; how fast and how stably it follows; how hard it pulls.
 
   θ_ema ← η·θ_ema + (1 − η)·θ
 
 η is `ema_decay`, the weight KEPT. The update fires after the last optimizer update of an RL step whose number is a multiple of
 `ema_period`, so the KL of RL step t uses the anchor as it stood before step t. η = 1 is a fixed anchor, η = 0 a hard copy every period.
+
+The pull is β·KL(policy‖anchor); β, `kl_coef`, is fixed, or follows a target KL by `adapted_kl_coef`.
 
 Source: Zhang and Ba, "EMA Policy Gradient", arXiv 2602.04417.
 """
@@ -109,6 +111,44 @@ def stability_limit(kind: str, ema_decay: float, period: int = 1) -> float:
   raise ValueError(
     f"stability_limit: kind is {kind!r}; it must be one of 'fixed', 'pre_update', 'post_update', 'periodic'. Pass one of those."
   )
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, gain: float = 0.1) -> float:
+  """The KL coefficient of the next RL step: more after a KL above its target, less after one below it.
+
+    kl_coef · (1 + gain · e),   e = clip(kl / target − 1, −0.2, 0.2)
+
+  Value: a Python float, on the host, once an RL step; it moves by a share of at most 0.2·gain and never changes its sign. A kl that is not
+  finite says nothing and leaves the coefficient as it was.
+
+  Args:
+    kl_coef: β of the RL step that is over.
+    kl: the KL measured in it, in nats, of the kind and the unit (per token or per sequence) of target.
+    target: the KL to hold, in nats, positive.
+    gain: in (0, 5), beyond which the coefficient could reach 0 in one step.
+
+  Returns:
+    β of the next RL step.
+
+  Raises:
+    ValueError: target is not a positive number, or gain is outside (0, 5).
+
+  Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2, where gain is K_β = 0.1.
+  """
+  kl_coef, kl = float(kl_coef), float(kl)
+  if not 0.0 < target < math.inf:
+    raise ValueError(
+      f"adapted_kl_coef: target is {target}; the KL to hold must be a positive, finite number of nats. For no target, keep kl_coef fixed."
+    )
+  if not 0.0 < gain < 5.0:
+    raise ValueError(
+      f"adapted_kl_coef: gain is {gain}; it must lie in (0, 5), since the error is clipped at −0.2 and the factor must stay positive. "
+      "The usual value is 0.1."
+    )
+  if not math.isfinite(kl):
+    return kl_coef
+  error = min(max(kl / target - 1.0, -0.2), 0.2)
+  return kl_coef * (1.0 + gain * error)
 
 
 def _check_decay(ema_decay: float) -> None:

@@ -1,4 +1,4 @@
-"""Policy losses per token, and their aggregation to (sum, weight).
+"""Policy losses and the critic's loss per token, and their aggregation to (sum, weight).
 
 Losses are unreduced, one number per token, and are to be minimised. What lies at masked positions must be replaced by `masking.clean`
 before it gets here; only `gspo` and `aggregate` know the mask.
@@ -6,7 +6,7 @@ before it gets here; only `gspo` and `aggregate` know the mask.
 A `PolicyLoss` is any of them in one call shape, `(logp, old_logp, advantages, mask) -> (loss, PPOAux)`, with its bounds bound:
 
   ppo_clip   token_level(functools.partial(ppo_clip, clip_low=0.2, clip_high=0.28))
-  cispo      token_level(functools.partial(cispo, clip_low=1.0, clip_high=2.0))
+  cispo      token_level(functools.partial(cispo, clip_low=1.0, clip_high=4.0))
   gspo       functools.partial(gspo, clip_low=3e-4, clip_high=4e-4)
   reinforce  reinforce_with_aux
 """
@@ -205,6 +205,101 @@ def gspo(
   return ppo_clip(log_ratio, jnp.zeros_like(log_ratio), advantages, clip_low, clip_high)
 
 
+def truncated_weight(old_logp: jax.Array, sampling_logp: jax.Array, cap: float) -> tuple[jax.Array, jax.Array]:
+  """Truncated importance sampling between two computations of one policy: the trainer's and the sampler's.
+
+    weight = sg min(exp(old_logp − sampling_logp), cap)
+
+  Multiplies the policy loss of a token. Value: in [0, cap], cap where the ratio overflows. Gradient: none.
+
+  Args:
+    old_logp: [...], nats, the policy at the start of the RL step as the trainer scores it.
+    sampling_logp: [...], nats, of the distribution the token was drawn from.
+    cap: the largest weight, at least 1.
+
+  Returns:
+    The weight [...], and where it was capped, bool [...].
+
+  Raises:
+    ValueError: a cap below 1.
+
+  Ionides, "Truncated Importance Sampling", 2008; for sampler and trainer that disagree: Yao et al., "Your Efficient RL Framework Secretly
+  Brings You Off-Policy RL Training", 2025.
+  """
+  if cap < 1:
+    raise ValueError(f"truncated_weight got cap={cap}, which must be at least 1, or tokens on which both agree lose weight, too.")
+  log_ratio = lax.stop_gradient(old_logp - sampling_logp)
+  ratio = jnp.exp(log_ratio)
+  return jnp.minimum(ratio, cap), ratio > cap
+
+
+def within_sequence_ratio(old_logp: jax.Array, sampling_logp: jax.Array, mask: jax.Array, bound: float) -> jax.Array:
+  """Which sequences the trainer and the sampler agree on: `1 / bound ≤ exp(mean_t(old_logp − sampling_logp)) ≤ bound`.
+
+  A sequence beyond it is to be left out of the loss as a whole: numerator and denominator.
+
+  Args:
+    old_logp: [..., T], nats, the policy at the start of the RL step as the trainer scores it.
+    sampling_logp: [..., T], nats, of the distribution the token was drawn from.
+    mask: bool [..., T], True where the token is trained on; the mean is over these.
+    bound: the largest geometric mean of the ratio, at least 1.
+
+  Returns:
+    bool [...]; True in a row without trained tokens.
+
+  Raises:
+    ValueError: a bound below 1.
+  """
+  if bound < 1:
+    raise ValueError(f"within_sequence_ratio got bound={bound}, which must be at least 1: below it, nothing lies in [1 / bound, bound].")
+  log_ratio = masking.clean(mask, lax.stop_gradient(old_logp - sampling_logp))
+  mean = masking.masked_sum(log_ratio, mask, axis=-1) / jnp.maximum(masking.masked_count(mask, axis=-1), 1)
+  return jnp.abs(mean) <= jnp.log(bound)
+
+
+def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float | None) -> tuple[jax.Array, jax.Array]:
+  """The squared error of the critic, with a bound on how far a value can move from the one at the start of the RL step.
+
+    bounded = old_values + clip(values − old_values, −clip, clip)
+    loss = ½ · max((values − returns)², (bounded − returns)²)
+
+  Value: `½ (values − returns)²`, with the value replaced by the bound it has passed where that is the farther one from the return, as it is
+  when the value has moved towards the return. Gradient: `(values − returns) · ∇values` up to and at a bound, and past it where the value
+  has moved away from the return or the two errors are equal; exactly 0 where the bound stands in. None reaches old_values and returns.
+
+  Args:
+    values: [...], the critic, which carries the gradient.
+    old_values: [...], the critic at the start of the RL step; not read when clip is None.
+    returns: [...], its target.
+    clip: the largest move that still pays, in units of the return, above 0; None for the plain squared error.
+
+  Returns:
+    The loss [...], and bool [...], True where the bound stands in for the value.
+
+  Raises:
+    ValueError: a clip out of its range.
+
+  Schulman et al. (PPO), arXiv 1707.06347, equation 9, whose squared error has neither ½ nor bound. The bound: Engstrom et al.,
+  "Implementation Matters in Deep Policy Gradients: A Case Study on PPO and TRPO", arXiv 2005.12729, the item on value function clipping.
+  """
+  if clip is not None and not clip > 0:
+    raise ValueError(
+      f"value_loss got clip={clip}, which must lie above 0: it is how far a value may move from the old one before its gradient ends. "
+      "Use a fraction of the range of the returns, or None to switch it off."
+    )
+  old_values, returns = lax.stop_gradient((old_values, returns))
+  errors = values - returns
+  if clip is None:
+    return 0.5 * jnp.square(errors), jnp.zeros_like(errors, bool)
+  low, high = old_values - clip, old_values + clip
+  bounded = jnp.where(values > high, high, jnp.where(values < low, low, lax.stop_gradient(values)))
+  # Decided by comparison, not by max and clip: those share the gradient between their arguments where the two are equal.
+  clipped = jnp.abs(bounded - returns) > jnp.abs(errors)
+  # No comparison holds with NaN, so that a broken old value would go unseen.
+  errors = jnp.where(clipped, bounded - returns, errors) + jnp.where(jnp.isnan(old_values), old_values, 0)
+  return 0.5 * jnp.square(errors), clipped
+
+
 def aggregate(
   per_token: jax.Array,
   mask: jax.Array,
@@ -251,7 +346,7 @@ def aggregate(
   if mode == "sequence_sum":
     return masking.masked_mean(rows, lengths > 0)
   if mode == "sequence_mean":
-    return masking.masked_mean(rows / jnp.maximum(lengths, 1), lengths > 0)
+    return masking.masked_mean(rows / jnp.maximum(lengths, 1).astype(rows.dtype), lengths > 0)
   raise ValueError(f"Aggregation {mode!r} is unknown. Use one of {', '.join(AGGREGATIONS)}.")
 
 

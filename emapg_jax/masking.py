@@ -34,7 +34,7 @@ def clean(mask: jax.Array, *arrays: jax.Array, fill: float = 0.0) -> jax.Array |
 
 
 def masked_sum(x: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
-  """Sums what the mask keeps, in float32: `Σ_{mask} x`.
+  """Sums what the mask keeps, in float32, or float64 where x is: `Σ_{mask} x`.
 
   Value: 0 where nothing is kept. Gradient: 1 where the mask is True, exactly 0 elsewhere, whatever x holds there.
 
@@ -44,13 +44,13 @@ def masked_sum(x: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Ar
     axis: the axis to sum over; None for all.
 
   Returns:
-    float32, a scalar for axis None.
+    float32 (float64 for float64), a scalar for axis None.
 
   Raises:
     ValueError: x and mask differ in shape.
   """
   _check_same_shape("masked_sum", x, mask)
-  return jnp.sum(_clean_one(mask, x, 0), axis=axis, dtype=jnp.float32)
+  return jnp.sum(_clean_one(mask, x, 0), axis=axis, dtype=wide(jnp.asarray(x).dtype))
 
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> Weighted:
@@ -75,6 +75,11 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> Weighted:
 def masked_count(mask: jax.Array, axis: int | None = None) -> jax.Array:
   """The number of True entries as float32, counted in int32: a float32 count of ones stops at 2**24."""
   return jnp.sum(jnp.asarray(mask).astype(bool), axis=axis, dtype=jnp.int32).astype(jnp.float32)
+
+
+def wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+  """The dtype to add up in: float64 for float64, float32 for all else."""
+  return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def sequence_mask(lengths: jax.Array, size: int) -> jax.Array:

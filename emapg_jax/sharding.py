@@ -22,6 +22,8 @@ TABLE = (
   (r"mlp/down/kernel", P(None, "tensor", "fsdp")),
   (r"(attn_norm|mlp_norm|final_norm)/scale", P()),
   (r"lm_head/kernel", P("fsdp", "tensor")),
+  (r"head/kernel", P("fsdp", None)),  # the critic's: its one column can't be split
+  (r"head/bias", P()),
   (r"count|step", P()),
 )
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from emapg_jax import masking
 from emapg_jax.types import TokenStats
 
 LOGITS_PER_CHUNK = 2**24  # 64 MiB of float32
@@ -78,7 +79,7 @@ def token_stats(
   """TokenStats of `softmax(hidden @ unembedding / temperature)`, `chunk` positions at a time.
 
   Forward and backward hold the logits of one chunk, float32 [B, chunk, V]; the backward pass computes them again. The matmul returns
-  float32 whatever its inputs are: bf16 logits would be wrong by more than a small KL.
+  float32 (float64 for float64) whatever its inputs are: bf16 logits would be wrong by more than a small KL.
 
   Args:
     hidden: [B, T, D]; position t predicts targets[:, t].
@@ -110,7 +111,7 @@ def token_stats(
 
   @jax.checkpoint
   def of_chunk(hidden, targets, ids):
-    logits = jnp.einsum("bcd,dv->bcv", hidden, unembedding.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bcd,dv->bcv", hidden, unembedding.astype(hidden.dtype), preferred_element_type=masking.wide(hidden.dtype))
     return stats_from_logits(logits / temperature, targets, ids, topk, approximate)
 
   if chunk == length or not batch:

@@ -12,10 +12,31 @@ PyTree = Any
 class TrainState:
   """All that training changes on the devices; updated by `train_step` alone."""
 
-  params: PyTree  # the policy, in the parameter dtype
-  ema_params: PyTree  # the anchor, float32, same tree as params; None when nothing would ever read it
+  params: PyTree  # the policy, in the parameter dtype; with a critic {"policy": ..., "value": ...}
+  ema_params: PyTree  # the anchor, float32, same tree as the policy; None when nothing would ever read it
   opt_state: PyTree  # optax state; its count counts optimizer updates
   step: jax.Array  # int32 [], RL steps completed
+
+  @property
+  def policy(self) -> PyTree:
+    """The policy's parameters, with or without a critic beside them."""
+    return policy_of(self.params)
+
+
+def policy_of(params: PyTree) -> PyTree:
+  """The policy's part of `TrainState.params`."""
+  return params["policy"] if isinstance(params, dict) and params.keys() == {"policy", "value"} else params
+
+
+@struct.dataclass
+class Hyper:
+  """Settings that are traced, so that changing them compiles nothing; float32 or int32."""
+
+  kl_coef: jax.Array  # [], β
+  ema_decay: jax.Array  # [], η, the weight kept
+  ema_period: jax.Array  # [], RL steps between anchor updates
+  lr_scale: jax.Array  # [] or [U], multiplies the optimizer's updates: all of them, or each of the U of an RL step
+  baseline: jax.Array | float = 0.0  # [], subtracted from the reward-to-go; read by `credit_step` alone
 
 
 @struct.dataclass
@@ -45,6 +66,9 @@ class RolloutBatch:
   ref_logp: jax.Array  # float32 [B, T], of the anchor; like the next two, zeros when the KL is off
   ref_logp_topk: jax.Array  # float32 [B, T, K]
   ref_log_tail: jax.Array  # float32 [B, T]
+  rewards: jax.Array | None = None  # float32 [B], of the whole response; read where the credit of a token is more than its row's advantage
+  old_values: jax.Array | None = None  # float32 [B, T], of the critic at the start of the RL step; None without a critic
+  returns: jax.Array | None = None  # float32 [B, T], what the critic is trained towards
 
 
 @struct.dataclass

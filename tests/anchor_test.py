@@ -1,4 +1,4 @@
-"""The anchor: its numbers, its precision, when it moves, whose memory it owns, and how stable it is."""
+"""The anchor: its numbers, its precision, when it moves, whose memory it owns, how stable it is, and how its coefficient adapts."""
 
 import functools
 import math
@@ -184,6 +184,38 @@ def test_a_hard_copy_is_always_stable():
 
 
 @pytest.mark.parametrize(
+  "kl, factor",
+  [
+    (0.05, 1.0),  # on target
+    (0.055, 1.01),  # 10 % above: 1 + 0.1 · 0.1
+    (0.0475, 0.995),  # 5 % below
+    (0.06, 1.02),  # 20 %: the bounds of the clip, and beyond
+    (0.04, 0.98),
+    (0.0601, 1.02),
+    (5.0, 1.02),
+    (0.0, 0.98),
+    (-0.3, 0.98),  # a sampled KL can be negative
+    (math.nan, 1.0),
+    (math.inf, 1.0),
+    (-math.inf, 1.0),
+  ],
+)
+def test_adapted_kl_coef(kl, factor):
+  assert anchor.adapted_kl_coef(0.3, kl, 0.05) == pytest.approx(0.3 * factor, rel=1e-12)
+  adapted = anchor.adapted_kl_coef(np.float32(0.3), np.float32(kl), 0.05)
+  assert type(adapted) is float and adapted == pytest.approx(0.3 * factor, rel=1e-6)
+
+
+def test_gain_of_the_kl_coef():
+  # Inside the clip 1 + 2 · 0.1, at its bounds 1 ± 2 · 0.2; a coefficient of 0 stays.
+  assert anchor.adapted_kl_coef(0.5, 1.1, 1.0, gain=2.0) == pytest.approx(0.6)
+  assert anchor.adapted_kl_coef(0.5, 3.0, 1.0, gain=2.0) == pytest.approx(0.7)
+  assert anchor.adapted_kl_coef(0.5, 0.0, 1.0, gain=2.0) == pytest.approx(0.3)
+  assert anchor.adapted_kl_coef(0.5, 0.0, 1.0, gain=4.999) > 0.0
+  assert anchor.adapted_kl_coef(0.0, 3.0, 1.0) == 0.0
+
+
+@pytest.mark.parametrize(
   "call, named",
   [
     (lambda: anchor.half_life(1.5, 10), "1.5"),
@@ -192,6 +224,12 @@ def test_a_hard_copy_is_always_stable():
     (lambda: anchor.stability_limit("fixed", -0.1), "-0.1"),
     (lambda: anchor.stability_limit("periodic", 0.9, 0), "0"),
     (lambda: anchor.stability_limit("ema", 0.9), "pre_update"),
+    (lambda: anchor.adapted_kl_coef(0.1, 0.1, 0.0), "target is 0.0"),
+    (lambda: anchor.adapted_kl_coef(0.1, math.nan, -1.0), "target is -1.0"),
+    (lambda: anchor.adapted_kl_coef(0.1, 0.1, math.inf), "target is inf"),
+    (lambda: anchor.adapted_kl_coef(0.1, 0.1, math.nan), "target is nan"),
+    (lambda: anchor.adapted_kl_coef(0.1, 0.1, 1.0, gain=0.0), "gain is 0.0"),
+    (lambda: anchor.adapted_kl_coef(0.1, 0.1, 1.0, gain=5.0), "gain is 5.0"),
     (lambda: anchor.update_anchor(tree(1.0), tree(0.0), 1.5, 1, 1), "1.5"),
     (lambda: anchor.update_anchor(tree(1.0), tree(0.0), float("nan"), 1, 1), "nan"),
     (lambda: anchor.update_anchor(tree(1.0), {**tree(0.0), "b": {"c": jnp.zeros(4, jnp.bfloat16)}}, 0.9, 1, 1), "'c'.*bfloat16.*float32"),
