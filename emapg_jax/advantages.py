@@ -147,6 +147,13 @@ def overlong_penalty(length: np.ndarray, max_new_tokens: int, cache: int) -> np.
   return np.clip((max_new_tokens - cache - np.asarray(length, np.float64)) / cache, -1.0, 0.0)
 
 
+def has_spread(rewards: np.ndarray, group_ids: np.ndarray, valid: np.ndarray) -> np.ndarray:
+  """True, bool [N], for all rows of a group whose scored rewards are not all equal; arguments as above."""
+  rewards = np.asarray(rewards, np.float64)
+  useful = [group_ids[rows[0]] for rows in _groups(rewards, group_ids, valid) if np.ptp(rewards[rows]) != 0]
+  return np.isin(group_ids, useful)
+
+
 def scored(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
   """True for rows that enter group statistics: valid, with a finite reward. The others are not to be trained on, and to be counted."""
   return np.asarray(valid, bool) & np.isfinite(np.asarray(rewards, np.float64))

@@ -45,6 +45,8 @@ class HostState:
   position: int = 0  # of the data stream, in problems drawn since the start of the run
   bad_in_row: int = 0  # RL steps in a row without one finite mini-batch
   bad_total: int = 0  # mini-batches skipped since the start of the run
+  kl_coef: float | None = None  # the adapted one; None before the first step, and where it is fixed
+  baseline: float | None = None  # running mean reward; None before the first step, and where there is none
   flags: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -5,15 +5,39 @@ import difflib
 import math
 from typing import Any
 
-from emapg_jax import losses
+from emapg_jax import losses, optim
 
-ALGORITHMS = ("grpo",)
+GROUP_ADVANTAGES = ("group_normalized", "group_centred", "leave_one_out")
+ADVANTAGES = (*GROUP_ADVANTAGES, "batch_normalized", "reward_to_go", "gae")
+# Bounds of each policy loss, unless the algorithm has its own.
+CLIPS = {
+  "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
+  "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+  "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+  "reinforce": {},
+}
+# What `--algorithm` stands for: never the anchor or the KL. Each value gives way to its own flag.
+ALGORITHMS = {
+  "grpo": {"advantage": "group_normalized", "policy_loss": "ppo_clip", "aggregation": "token_mean"},
+  "dr_grpo": {"advantage": "group_centred", "policy_loss": "ppo_clip", "aggregation": "fixed_length", "clip_high": 0.2},
+  "dapo": {
+    **{"advantage": "group_normalized", "policy_loss": "ppo_clip", "aggregation": "token_mean"},
+    **{"dynamic_sampling": True, "overlong_share": 0.2},
+  },
+  "rloo": {"advantage": "leave_one_out", "policy_loss": "reinforce", "aggregation": "sequence_sum"},
+  "reinforce": {"advantage": "reward_to_go", "policy_loss": "reinforce", "aggregation": "sequence_sum"},
+  "ppo": {"advantage": "gae", "policy_loss": "ppo_clip", "aggregation": "token_mean", "clip_high": 0.2},
+  "cispo": {"advantage": "group_normalized", "policy_loss": "cispo", "aggregation": "token_mean"},
+  "gspo": {"advantage": "group_normalized", "policy_loss": "gspo", "aggregation": "sequence_mean"},
+}
 SWITCH = ("auto", "on", "off")
 DTYPES = ("auto", "float32", "bfloat16")
 KL_SAMPLED = ("k1", "k2", "k3", "k3pp", "k4", "k5")
 KL_EXACT = ("exact_reverse", "exact_forward")
 KL_TOPK = tuple(f"{form}topk_{direction}" for form in ("", "score_", "published_") for direction in ("reverse", "forward"))
 KL_ESTIMATORS = KL_SAMPLED + KL_EXACT + KL_TOPK
+# Unbiased in the value of the reverse KL, which the KL in the reward is made of.
+KL_IN_REWARD = tuple(name for name in KL_ESTIMATORS if not name.endswith("forward") and name not in ("k2", "k5"))
 
 # Flags that may change when a run is resumed: they decide how, how long and how often, not what is computed.
 RUNTIME_FLAGS = frozenset(
@@ -51,11 +75,35 @@ class RunConfig:
   grading_workers: int = _field(0, "Task math: grading processes; 0: one per core, at most 8.")
   grading_seconds: float = _field(5.0, "Task math: time limit of one comparison.")
 
-  algorithm: str = _field("grpo", "Policy gradient.", ALGORITHMS)
-  aggregation: str = _field("token_mean", "How per-token losses become one number.", losses.AGGREGATIONS)
-  clip_low: float = _field(0.2, "Lower clip ε: the ratio is bounded at 1 − ε.")
-  clip_high: float = _field(0.28, "Upper clip ε: the ratio is bounded at 1 + ε.")
-  dual_clip: float = _field(0.0, "Largest ratio for negative advantages, above 1; 0: off.")
+  algorithm: str = _field("grpo", "Preset of the eight flags that name it below.", tuple(ALGORITHMS))
+  advantage: str | None = _field(None, "How rewards become advantages. Default: the algorithm's.", ADVANTAGES)
+  policy_loss: str | None = _field(None, "Policy loss of a token. Default: the algorithm's.", tuple(CLIPS))
+  aggregation: str | None = _field(None, "How per-token losses become one number. Default: the algorithm's.", losses.AGGREGATIONS)
+  clip_low: float | None = _field(
+    None, "Lower clip ε: the ratio is bounded at 1 − ε. Default: the algorithm's, or that of a policy loss set by hand."
+  )
+  clip_high: float | None = _field(None, "Upper clip ε: the ratio is bounded at 1 + ε. Default: like clip_low.")
+  mini_batches: int | None = _field(None, "Optimizer updates per epoch. Default: 2; 1 with policy loss reinforce. Of the algorithm.")
+  dynamic_sampling: bool | None = _field(
+    None, "Replace groups whose scores are all equal by other prompts, whole groups only. Default: the algorithm's."
+  )
+  overlong_share: float | None = _field(
+    None, "Soft over-long penalty: falls from 0 to −1 over this last share of max_new_tokens; 0: none. Default: the algorithm's."
+  )
+  max_refills: int = _field(
+    4, "Dynamic sampling: batches sampled at most beyond the first; what is missing then is filled up with flat groups."
+  )
+  dual_clip: float = _field(0.0, "Policy loss ppo_clip: largest ratio for negative advantages, above 1; 0: off.")
+  discount: float = _field(1.0, "γ per trained token, for advantages gae and reward_to_go.")
+  gae_lambda: float = _field(0.95, "λ of advantage gae.")
+  baseline_decay: float = _field(0.9, "Advantage reward_to_go: weight kept by the running mean reward that is subtracted.")
+  epochs: int = _field(1, "Passes over the data of an RL step.")
+  old_logp: str = _field("trainer", "Old log-probabilities: recomputed by the trainer, or those of the sampler.", ("trainer", "sampler"))
+  tis_cap: float = _field(0.0, "Truncated importance sampling: largest weight old/sampled of a token, at least 1; 0: off.")
+  tis_sequence_bound: float = _field(
+    0.0, "Leave out sequences whose geometric-mean old/sampled ratio lies outside [1/this, this], above 1; 0: off."
+  )
+  entropy_coef: float = _field(0.0, "Weight of the entropy bonus per token; 0: off.")
   mask_truncated: bool = _field(False, "Leave responses that hit max_new_tokens out of the loss (they stay in the group statistics).")
 
   kl: str = _field("topk_reverse", "KL estimator.", KL_ESTIMATORS)
@@ -64,7 +112,12 @@ class RunConfig:
     "auto", "Whose top-k: policy, anchor, or auto (policy for reverse, anchor for forward).", ("auto", "policy", "anchor")
   )
   kl_topk_approximate: bool = _field(False, "Find the top-k by approximate search (fast on TPU); the KL stays unbiased.")
-  kl_coef: float = _field(0.001, "β, weight of the KL in the loss; 0: no anchor pass.")
+  kl_coef: float = _field(0.001, "β, weight of the KL; 0: no anchor pass. With kl_target, where it starts.")
+  kl_placement: str = _field(
+    "loss", "KL in the loss (token level), or in the reward (sequence level: k1 at a token, the estimator after it).", ("loss", "reward")
+  )
+  kl_target: float = _field(0.0, "Adapt kl_coef towards this KL per token, in nats; 0: fixed.")
+  kl_gain: float = _field(0.1, "kl_target: largest relative change of kl_coef per RL step is a fifth of this.")
   kl_iw_low: float = _field(0.0, "Lower bound of the KL's importance weight; 0: none.")
   kl_iw_high: float = _field(0.0, "Upper bound of the KL's importance weight; 0: none.")
   ema_decay: float = _field(0.95, "η, the weight the anchor keeps; 1: fixed anchor, 0: a copy every period.")
@@ -73,13 +126,20 @@ class RunConfig:
   keep_initial: str = _field("auto", "Log the KL to the initial model: a third copy and one more pass; auto: embedded tasks.", SWITCH)
 
   learning_rate: float = _field(1e-6, "Peak learning rate of AdamW.")
-  lr_warmup_steps: int = _field(0, "RL steps of linear learning-rate warm-up.")
+  lr_schedule: str = _field("constant", "Learning rate after its warm-up; cosine and linear end at 0.", optim.LR_SCHEDULES)
+  lr_unit: str = _field("rl_step", "What lr_warmup_steps and decay_steps count: RL steps or optimizer updates.", ("rl_step", "update"))
+  lr_warmup_steps: int = _field(0, "Steps of linear learning-rate warm-up.")
+  decay_steps: int = _field(0, "Step at which a cosine or linear schedule ends, the warm-up included.")
   adam_b1: float = _field(0.9, "AdamW: weight kept of the first moment.")
   adam_b2: float = _field(0.999, "AdamW: weight kept of the second moment.")
+  adam_mu_dtype: str = _field("float32", "AdamW: what the first moment is stored in.", ("float32", "bfloat16"))
   weight_decay: float = _field(0.01, "AdamW: decoupled weight decay; norms and biases don't decay.")
   clip_norm: float = _field(1.0, "Largest global gradient norm.")
-  mini_batches: int = _field(2, "Optimizer updates per epoch.")
   micro_batch: int = _field(0, "Rows per device and forward; 0: a whole mini-batch.")
+  critic_learning_rate: float = _field(1e-5, "Advantage gae: peak learning rate of the critic, with the schedule of the policy's.")
+  critic_weight_decay: float = _field(0.01, "Advantage gae: the critic's decoupled weight decay.")
+  critic_clip_norm: float = _field(1.0, "Advantage gae: the critic's largest global gradient norm.")
+  value_clip: float = _field(0.2, "Advantage gae: how far a value may move from the old one before its loss stops pulling; 0: no bound.")
   max_bad_steps: int = _field(3, "Stop after this many RL steps in a row without one finite update.")
 
   warmup_steps: int = _field(0, "Embedded tasks: supervised steps before RL, at most.")
@@ -103,45 +163,100 @@ class RunConfig:
   override: tuple[str, ...] = _field((), "Flags that may differ from those of the checkpoint that is resumed.")
 
   def __post_init__(self):
+    self._check_choice("algorithm")
+    self._fill_in()
     for field in dataclasses.fields(self):
-      value, choices = getattr(self, field.name), field.metadata["choices"]
-      if choices and value not in choices:
-        near = difflib.get_close_matches(value, choices, 1, cutoff=0.3)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"--{field.name}={value} is unknown.{hint} Use one of {', '.join(choices)}.")
+      value = getattr(self, field.name)
+      if value is not None:
+        self._check_choice(field.name)
       if isinstance(value, float):
         self._require(field.name, math.isfinite(value), "must be a finite number")
-    for name in _POSITIVE:
-      self._require(name, getattr(self, name) > 0, "must be above 0")
-    for name in _NOT_NEGATIVE:
-      self._require(name, getattr(self, name) >= 0, "must be at least 0")
-    for name in _FRACTIONS:
-      self._require(name, 0 <= getattr(self, name) <= 1, "must lie in [0, 1]")
+    for names, holds, text in (
+      (_POSITIVE, lambda x: x > 0, "must be above 0"),
+      (_NOT_NEGATIVE, lambda x: x >= 0, "must be at least 0"),
+      (_FRACTIONS, lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
+    ):
+      for name in names:
+        self._require(name, getattr(self, name) is None or holds(getattr(self, name)), text)
     for name in ("adam_b1", "adam_b2"):
       self._require(name, getattr(self, name) < 1, "must be below 1, or its moment never moves")
+    self._require("adam_b1", self.adam_mu_dtype == "float32" or self.adam_b1 <= 0.95, "is too slow for a bfloat16 moment: use at most 0.95")
     self._require("seed", self.seed < 2**32, "must be below 2**32: larger ones repeat the draws of smaller ones")
-    for name in ("ema_period", "steps", "lr_warmup_steps"):
+    for name in ("ema_period", "steps", "lr_warmup_steps", "decay_steps"):
       self._require(name, getattr(self, name) < 2**31, "must be below 2**31")
     self._require("grading_seconds", self.grading_seconds <= 3600, "must be at most 3600")
-    self._check_group()
+    self._check_rows()
+    self._check_policy()
+    self._check_schedule()
     self._check_kl()
     self._check_used()
+
+  def _check_choice(self, name: str) -> None:
+    value, choices = getattr(self, name), type(self).__dataclass_fields__[name].metadata["choices"]
+    if choices and value not in choices:
+      near = difflib.get_close_matches(value, choices, 1, cutoff=0.3)
+      hint = f" Did you mean {near[0]!r}?" if near else ""
+      raise ValueError(f"--{name}={value} is unknown.{hint} Use one of {', '.join(choices)}.")
+
+  def _fill_in(self) -> None:
+    """Replaces None by what the algorithm, or the policy loss, gives. A bound that the policy loss has no use for stays None."""
+    preset = ALGORITHMS[self.algorithm]
+    clips = CLIPS.get(self.policy_loss or preset["policy_loss"], {})
+    if self.policy_loss in (None, preset["policy_loss"]):
+      clips = clips | {name: preset[name] for name in ("clip_low", "clip_high") if name in preset}
+    updates = {"mini_batches": 1 if (self.policy_loss or preset["policy_loss"]) == "reinforce" else 2}
+    for name, value in ({"dynamic_sampling": False, "overlong_share": 0.0} | updates | preset | clips).items():
+      if getattr(self, name) is None and (name not in ("clip_low", "clip_high") or name in clips):
+        object.__setattr__(self, name, value)
 
   def _require(self, name: str, holds: bool, text: str) -> None:
     if not holds:
       raise ValueError(f"--{name}={getattr(self, name)} {text}.")
 
-  def _check_group(self) -> None:
-    self._require("group_size", self.group_size > 1, "must be at least 2: grpo compares the responses to one prompt")
-    self._require("dual_clip", self.dual_clip == 0 or self.dual_clip > 1, "must be above 1, or 0 for off")
-    rows = self.prompts_per_step * self.group_size
-    if rows % self.mini_batches:
+  def _check_rows(self) -> None:
+    if self.advantage in GROUP_ADVANTAGES or self.dynamic_sampling:
+      why = "dynamic sampling" if self.dynamic_sampling else f"advantage {self.advantage}"
+      self._require("group_size", self.group_size > 1, f"must be at least 2: {why} compares the responses to one prompt")
+    if self.advantage == "batch_normalized":
+      self._require("prompts_per_step", self.rows > 1, "× --group_size must be at least 2: batch_normalized compares responses")
+    if self.rows % self.mini_batches:
       raise ValueError(
-        f"--prompts_per_step={self.prompts_per_step} × --group_size={self.group_size} = {rows} sequences do not divide into "
-        f"--mini_batches={self.mini_batches}: choose a divisor of {rows}."
+        f"--prompts_per_step={self.prompts_per_step} × --group_size={self.group_size} = {self.rows} sequences do not divide into "
+        f"--mini_batches={self.mini_batches}: choose a divisor of {self.rows}."
+      )
+
+  def _check_policy(self) -> None:
+    for name in ("dual_clip", "tis_sequence_bound"):
+      self._require(name, getattr(self, name) == 0 or getattr(self, name) > 1, "must be above 1, or 0 for off")
+    self._require("tis_cap", self.tis_cap == 0 or self.tis_cap >= 1, "must be at least 1, or 0 for off")
+    for name in ("clip_low", "clip_high"):
+      if getattr(self, name) is not None and not CLIPS[self.policy_loss]:
+        raise ValueError(f"--{name}={getattr(self, name)} has no effect with --policy_loss={self.policy_loss}: leave it out.")
+    if self.policy_loss == "reinforce" and self.updates > 1:
+      raise ValueError(
+        f"--mini_batches={self.mini_batches} and --epochs={self.epochs} make {self.updates} updates per RL step, but "
+        "--policy_loss=reinforce holds for the policy that drew the tokens only, which is the first update's. Set both to 1, or use "
+        "ppo_clip or cispo."
+      )
+
+  def _check_schedule(self) -> None:
+    if self.lr_schedule == "constant":
+      return
+    self._require("decay_steps", self.decay_steps > self.lr_warmup_steps, f"must exceed --lr_warmup_steps={self.lr_warmup_steps}")
+    count = self.steps * (1 if self.lr_unit == "rl_step" else self.updates)
+    if count > self.decay_steps:
+      raise ValueError(
+        f"--steps={self.steps} makes {count} steps of the learning-rate schedule, which reaches 0 at --decay_steps={self.decay_steps}: "
+        "what comes after would train nothing. Raise --decay_steps or lower --steps."
       )
 
   def _check_kl(self) -> None:
+    if self.kl_placement == "reward" and self.kl not in KL_IN_REWARD:
+      raise ValueError(
+        f"--kl={self.kl} can't be in the reward: what is put there must have the value of the reverse KL. Use one of "
+        f"{', '.join(KL_IN_REWARD)}, or --kl_placement=loss."
+      )
+    self._require("kl_gain", self.kl_gain < 5, "must be below 5, or kl_coef could change its sign")
     topk_default = next(f.default for f in dataclasses.fields(self) if f.name == "kl_topk")
     if self.kl not in KL_TOPK and self.kl_topk not in (topk_default, 0):
       raise ValueError(
@@ -167,6 +282,21 @@ class RunConfig:
     return self.prompts_per_step * self.group_size
 
   @property
+  def updates(self) -> int:
+    """Optimizer updates in an RL step."""
+    return self.epochs * self.mini_batches
+
+  @property
+  def kl_in_reward(self) -> bool:
+    """Whether the KL is part of the advantages."""
+    return self.kl_placement == "reward" and self.kl_coef > 0
+
+  @property
+  def uses_critic(self) -> bool:
+    """Whether a critic is trained."""
+    return self.advantage == "gae"
+
+  @property
   def uses_anchor(self) -> bool:
     """Whether an anchor is kept: it is read by the KL, or could be evaluated."""
     return self.kl_coef > 0 or self.ema_decay < 1
@@ -180,15 +310,33 @@ class RunConfig:
 
 
 _POSITIVE = (
-  *("steps", "prompts_per_step", "max_prompt_tokens", "max_new_tokens", "temperature", "grading_seconds", "ema_period", "clip_norm"),
+  *(
+    "group_size",
+    "epochs",
+    "kl_gain",
+    "critic_clip_norm",
+    "max_refills",
+    "steps",
+    "prompts_per_step",
+    "max_prompt_tokens",
+    "max_new_tokens",
+    "temperature",
+    "grading_seconds",
+    "ema_period",
+    "clip_norm",
+  ),
   *("mini_batches", "max_bad_steps", "warmup_learning_rate", "warmup_batch", "digits", "hidden_size", "num_layers", "num_heads"),
   *("eval_problems", "keep_last"),
 )
 _NOT_NEGATIVE = (
+  *("dual_clip", "tis_cap", "tis_sequence_bound", "kl_target", "decay_steps", "critic_learning_rate", "critic_weight_decay", "value_clip"),
   *("seed", "grading_workers", "clip_high", "kl_topk", "kl_coef", "kl_iw_low", "kl_iw_high", "learning_rate", "lr_warmup_steps"),
   *("weight_decay", "micro_batch", "warmup_steps", "eval_every", "save_every", "samples_logged"),
 )
-_FRACTIONS = ("clip_low", "ema_decay", "adam_b1", "adam_b2", "warmup_accuracy", "demonstration_noise")
+_FRACTIONS = (
+  *("overlong_share", "discount", "gae_lambda", "baseline_decay"),
+  *("clip_low", "ema_decay", "adam_b1", "adam_b2", "warmup_accuracy", "demonstration_noise"),
+)
 
 # Options that would be ignored are refused: (names, whether they are used, when they are not).
 _USED_ONLY_IF = (
@@ -199,7 +347,19 @@ _USED_ONLY_IF = (
   (("hidden_size", "num_layers", "num_heads"), lambda c: not c.model_path, "with --model_path, whose config.json says it"),
   (("warmup_accuracy", "warmup_learning_rate", "warmup_batch"), lambda c: c.warmup_steps > 0, "with --warmup_steps=0"),
   (("chat_template",), lambda c: c.model_path, "without --model_path"),
+  (("dual_clip",), lambda c: c.policy_loss == "ppo_clip", "unless --policy_loss=ppo_clip"),
+  (("old_logp",), lambda c: c.policy_loss != "reinforce", "with --policy_loss=reinforce, which reads no old log-probabilities"),
+  (("tis_cap", "tis_sequence_bound"), lambda c: c.old_logp == "trainer", "unless --old_logp=trainer: there is nothing to correct"),
+  (("max_refills",), lambda c: c.dynamic_sampling, "without --dynamic_sampling"),
+  (("discount",), lambda c: c.advantage in ("gae", "reward_to_go"), "unless --advantage is gae or reward_to_go"),
+  (("baseline_decay",), lambda c: c.advantage == "reward_to_go", "unless --advantage=reward_to_go"),
+  (("gae_lambda", "value_clip", "critic_learning_rate"), lambda c: c.uses_critic, "unless --advantage=gae"),
+  (("critic_weight_decay", "critic_clip_norm"), lambda c: c.uses_critic, "unless --advantage=gae"),
+  (("lr_unit",), lambda c: c.lr_warmup_steps or c.decay_steps, "without --lr_warmup_steps or --decay_steps"),
+  (("decay_steps",), lambda c: c.lr_schedule != "constant", "with --lr_schedule=constant"),
   (("kl_iw_low", "kl_iw_high", "kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl_coef > 0, "with --kl_coef=0"),
+  (("kl_placement", "kl_target"), lambda c: c.kl_coef > 0, "with --kl_coef=0"),
+  (("kl_gain",), lambda c: c.kl_target > 0, "without --kl_target"),
   (("kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl in KL_TOPK, "unless --kl is a top-k estimator"),
   (("kl_iw_low", "kl_iw_high"), lambda c: c.kl not in KL_EXACT, "with an exact KL, which has no sampled part"),
 )

@@ -12,18 +12,21 @@ import jax
 import numpy as np
 import optax
 
-from emapg_jax import data, optim, sharding, streams
+from emapg_jax import data, sharding, streams
 from emapg_jax.config import KL_EXACT, KL_TOPK, RunConfig
 from emapg_jax.envs.arithmetic import ArithmeticTask
 from emapg_jax.envs.embedded import AddTask, BetweenTask
 from emapg_jax.envs.math import MathTask
 from emapg_jax.envs.task import Problem, Task, ask, load_task
-from emapg_jax.models import decoder, hf
+from emapg_jax.models import critic, decoder, hf
 from emapg_jax.models.tokenizer import ChatTokenizer
 from emapg_jax.rollout import sampler
+from emapg_jax.score_step import credit_step, policy_kl, score_step, value_step
+from emapg_jax.step_config import StepConfig, check_divides
 from emapg_jax.token_stats import LOGITS_PER_CHUNK
-from emapg_jax.train_step import StepConfig, check_divides, init_state, policy_kl, score_step, train_step
+from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import PyTree, TrainState
+from experiments import algorithms
 from experiments.estimators import ESTIMATORS
 
 LARGEST_EXACT = 8192
@@ -55,15 +58,26 @@ class Run:
   train: Prompts
   eval: Prompts | None
   optimizer: optax.GradientTransformation
+  lr_scales: Callable[[int], np.ndarray]  # of the updates of an RL step
   model: Callable
   step_config: StepConfig
   abstract_state: TrainState  # with shardings
+  fresh_state: Callable[[PyTree], TrainState]  # from the policy's parameters
   keep_initial: bool
   sample: Callable  # (params, prompts, prompt_length, keys) -> Rollout
   sample_greedy: Callable
   score: Callable  # (params, frozen, batch, ids) -> TokenStats
   policy_kl: Callable  # (stats, ref, batch) -> Weighted
+  value: Callable | None  # (params, frozen, batch) -> values; None without a critic
+  credit: Callable | None  # (batch, stats, hyper) -> batch, metrics; None where a token's credit is the advantage of its row
   train_step: Callable
+
+  @property
+  def needs_old_pass(self) -> bool:
+    """Whether the policy at the start of an RL step is scored: for old log-probabilities, ids, or a KL that is known before the update."""
+    step = self.step_config
+    owns_ids = step.topk > 0 and self.config.topk_owner == "policy"
+    return owns_ids or step.kl_in_reward or self.keep_initial or not (step.on_policy or step.old_from_sampler)
 
 
 class CompiledOnce:
@@ -190,22 +204,61 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) ->
   step_config = StepConfig(
     micro_batch=micro_batch,
     mini_batches=config.mini_batches,
+    epochs=config.epochs,
     temperature=config.temperature,
+    policy_loss=algorithms.policy_loss(config),
+    credit=algorithms.token_credit(config),
+    kl_in_reward=config.kl_in_reward,
+    entropy_coef=config.entropy_coef,
+    value_clip=config.value_clip or None,
+    old_from_sampler=config.old_logp == "sampler",
+    tis_cap=config.tis_cap or None,
+    tis_sequence_bound=config.tis_sequence_bound or None,
     kl=ESTIMATORS[config.kl] if config.kl_coef > 0 else None,
     head_chunk=max(1, LOGITS_PER_CHUNK // (micro_batch // shards * vocab_size)),
     topk=_topk(config, vocab_size),
     topk_approximate=config.kl_topk_approximate,
     kl_iw_low=config.kl_iw_low or None,
     kl_iw_high=config.kl_iw_high or None,
-    clip_low=config.clip_low,
-    clip_high=config.clip_high,
-    dual_clip=config.dual_clip or None,
     aggregation=config.aggregation,
     max_new_tokens=config.max_new_tokens,
     seed=config.seed,
   )
   check_divides(config.rows, step_config)
   return step_config
+
+
+def _models(config: RunConfig, model_config: decoder.DecoderConfig) -> tuple[Callable, Callable | None]:
+  """The policy and, where there is one, the critic, as functions of their parameters."""
+
+  def model(params: PyTree, frozen: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    del frozen
+    return decoder.apply(model_config, params, tokens), decoder.unembedding(params)
+
+  def value(params: PyTree, frozen: PyTree, tokens: jax.Array) -> jax.Array:
+    del frozen
+    return critic.apply_critic(model_config, params, tokens)
+
+  return model, value if config.uses_critic else None
+
+
+def _functions(
+  config: RunConfig, model_config: decoder.DecoderConfig, tokenizer: Any, step_config: StepConfig, models: tuple
+) -> dict[str, Callable | None]:
+  """The jitted functions of a run but for the training step, by their name in Run."""
+  model, value = models
+  sample = functools.partial(
+    sampler.sample, model_config, max_new_tokens=config.max_new_tokens, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
+  )
+  functions = {
+    "sample": functools.partial(sample, temperature=config.temperature),
+    "sample_greedy": functools.partial(sample, temperature=0.0),
+    "score": functools.partial(score_step, model=model, config=step_config),
+    "policy_kl": policy_kl,
+    "value": functools.partial(value_step, critic=value, config=step_config) if value else None,
+    "credit": functools.partial(credit_step, config=step_config) if step_config.credit else None,
+  }
+  return {name: function and CompiledOnce(name, jax.jit(function)) for name, function in functions.items()}
 
 
 def build(config: RunConfig) -> Run:
@@ -223,21 +276,17 @@ def build(config: RunConfig) -> Run:
   if hasattr(task, "prompt_opens_think"):
     task.prompt_opens_think = tokenizer.opens_think(train.problems[0].prompt, getattr(task, "chat", True))
   eval_problems = _eval_problems(config, task)
+  optimizer = algorithms.optimizer(config)
+  models = _models(config, model_config)
 
-  def model(params: PyTree, frozen: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    del frozen
-    return decoder.apply(model_config, params, tokens), decoder.unembedding(params)
+  def fresh_state(policy: PyTree) -> TrainState:
+    params = {"policy": policy, "value": critic.init_critic(policy)} if config.uses_critic else policy
+    return init_state(params, optimizer, config.uses_anchor)
 
-  optimizer = optim.make_optimizer(
-    config.learning_rate, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay, clip_norm=config.clip_norm
-  )
-  init = functools.partial(init_state, optimizer=optimizer, with_anchor=config.uses_anchor)
-  abstract = jax.eval_shape(lambda key: init(decoder.init_params(model_config, key)), jax.random.key(0))
+  abstract = jax.eval_shape(lambda key: fresh_state(decoder.init_params(model_config, key)), jax.random.key(0))
   shardings = sharding.tree_shardings(mesh, abstract)
-  sample = functools.partial(
-    sampler.sample, model_config, max_new_tokens=config.max_new_tokens, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
-  )
   constrain = functools.partial(sharding.constrain_batch, mesh)
+  step = functools.partial(train_step, model=models[0], critic=models[1], optimizer=optimizer, config=step_config, constrain=constrain)
   return Run(
     config=config,
     task=task,
@@ -247,34 +296,25 @@ def build(config: RunConfig) -> Run:
     train=train,
     eval=_prompts(config, task, tokenizer, eval_problems) if eval_problems else None,
     optimizer=optimizer,
-    model=model,
+    lr_scales=algorithms.lr_scales(config),
+    model=models[0],
     step_config=step_config,
     abstract_state=jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
+    fresh_state=fresh_state,
     keep_initial=config.keep_initial == "on" or (config.keep_initial == "auto" and hasattr(task, "tokenizer")),
-    sample=CompiledOnce("sample", jax.jit(functools.partial(sample, temperature=config.temperature))),
-    sample_greedy=CompiledOnce("sample_greedy", jax.jit(functools.partial(sample, temperature=0.0))),
-    score=CompiledOnce("score", jax.jit(functools.partial(score_step, model=model, config=step_config))),
-    policy_kl=CompiledOnce("policy_kl", jax.jit(policy_kl)),
-    train_step=CompiledOnce(
-      "train_step",
-      jax.jit(
-        functools.partial(train_step, model=model, optimizer=optimizer, config=step_config, constrain=constrain),
-        donate_argnums=0,
-        out_shardings=(shardings, None),
-      ),
-    ),
+    train_step=CompiledOnce("train_step", jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))),
+    **_functions(config, model_config, tokenizer, step_config, models),
   )
 
 
 def new_state(run: Run) -> TrainState:
   """The state of a fresh run: weights of `--model_path`, or random ones from the seed."""
   shardings = jax.tree.map(lambda a: a.sharding, run.abstract_state)
-  init = functools.partial(init_state, optimizer=run.optimizer, with_anchor=run.config.uses_anchor)
   if run.config.model_path:
-    params = hf.load_params(run.config.model_path, run.model_config, shardings.params)
-    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
+    params = hf.load_params(run.config.model_path, run.model_config, shardings.policy)
+    return jax.jit(run.fresh_state, out_shardings=shardings, donate_argnums=0)(params)
   key = streams.stream_key(run.config.seed, streams.INIT)
-  return jax.jit(lambda key: init(decoder.init_params(run.model_config, key)), out_shardings=shardings)(key)
+  return jax.jit(lambda key: run.fresh_state(decoder.init_params(run.model_config, key)), out_shardings=shardings)(key)
 
 
 def on_devices(run: Run, tree: PyTree) -> PyTree:
@@ -297,10 +337,10 @@ def memory_plan(run: Run) -> dict[str, int]:
   return {
     "params": per_device(state.params),
     "anchor": per_device(state.ema_params),
-    "initial model": per_device(state.params) if run.keep_initial else 0,
+    "initial model": per_device(state.policy) if run.keep_initial else 0,
     "optimizer": per_device(state.opt_state),
     "gradients": 2 * per_device(state.params),
-    "activations": micro * tokens * saved * width,
+    "activations": (2 if config.uses_critic else 1) * micro * tokens * saved * width,
     "top-k": 3 * config.rows // shards * config.max_new_tokens * run.step_config.topk * 8,
     "logits": 3 * 4 * min(LOGITS_PER_CHUNK, micro * config.max_new_tokens * model.vocab_size),
     "kv cache": config.rows // shards * tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim * width,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from emapg_jax import kl
-from emapg_jax.train_step import KL
+from emapg_jax.step_config import KL
 
 MAX_LOG_RATIO = 20.0  # the default bound of the estimators that have one
 

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from emapg_jax import data, metrics, optim
+from emapg_jax import anchor, data, metrics
 from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
 from emapg_jax.config import RUNTIME_FLAGS
-from emapg_jax.envs.task import counters, score_all
-from emapg_jax.train_step import Hyper
-from emapg_jax.types import PyTree, RolloutBatch, TrainState, Weighted
+from emapg_jax.envs.task import counters
+from emapg_jax.types import Hyper, PyTree, RolloutBatch, TrainState, Weighted
 from experiments import flags, report, rollouts, warmup
 from experiments.build import Run, new_state, on_devices
 from experiments.plots import plot_curves
@@ -71,58 +70,89 @@ class StopRequest:
     report.say("stopping after this step; press Ctrl-C again to stop at once and lose it (of a supervised warm-up nothing is kept)")
 
 
-def score_batch(run: Run, state: TrainState, initial: PyTree | None, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, Weighted]]:
-  """Adds old log-probs, top-k ids and the anchor's statistics; and the KL to the initial model. Dispatched, not waited for."""
-  ref = None
-  if run.step_config.kl is None or run.config.topk_owner == "policy":
-    old = run.score(state.params, (), batch)
-  else:
+def score_batch(
+  run: Run, state: TrainState, initial: PyTree | None, batch: RolloutBatch, settings: Hyper
+) -> tuple[RolloutBatch, dict[str, Weighted]]:
+  """Adds old log-probs, ids, the anchor's statistics, values and credit; and the KL to the initial model. Dispatched, not waited for."""
+  old = ref = None
+  if run.step_config.kl is not None and run.config.topk_owner == "anchor":
     ref = run.score(state.ema_params, (), batch)
-    old = run.score(state.params, (), batch, ref.topk_ids)
+    batch = batch.replace(topk_ids=ref.topk_ids)
+  if run.needs_old_pass:
+    old = run.score(state.policy, (), batch, None if ref is None else ref.topk_ids)
+    batch = batch.replace(old_logp=old.logp)
   numbers = {}
   if initial is not None:
     numbers["kl_initial"] = run.policy_kl(old, run.score(initial, (), batch, old.topk_ids), batch)
-  if run.step_config.kl is None:
-    return batch.replace(old_logp=old.logp), numbers
-  if ref is None:
-    ref = run.score(state.ema_params, (), batch, old.topk_ids)
-  batch = batch.replace(old_logp=old.logp, topk_ids=old.topk_ids)
-  return batch.replace(ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail), numbers
+  if run.step_config.kl is not None:
+    if ref is None:
+      batch = batch.replace(topk_ids=batch.topk_ids if old is None else old.topk_ids)
+      ref = run.score(state.ema_params, (), batch, batch.topk_ids)
+    batch = batch.replace(ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail)
+  if run.value is not None:
+    batch = batch.replace(old_values=run.value(state.params["value"], (), batch))
+  if run.credit is not None:
+    batch, credited = run.credit(batch, old if run.step_config.kl_in_reward else None, settings)
+    numbers |= credited
+  return batch, numbers
 
 
-def hyper(run: Run, step: int) -> Hyper:
+def hyper(run: Run, host: HostState, step: int) -> Hyper:
   """The traced settings of RL step `step`."""
   config = run.config
   return Hyper(
-    kl_coef=np.float32(config.kl_coef),
+    kl_coef=np.float32(config.kl_coef if host.kl_coef is None else host.kl_coef),
     ema_decay=np.float32(config.ema_decay),
     ema_period=np.int32(config.ema_period),
-    lr_scale=np.float32(optim.warmup(step, config.lr_warmup_steps)),
+    lr_scale=run.lr_scales(step),
+    baseline=np.float32(host.baseline or 0.0),
   )
 
 
 def rl_step(
-  run: Run, state: TrainState, initial: PyTree | None, stream: data.PromptStream, step: int
-) -> tuple[TrainState, dict, list[dict]]:
-  """One RL step: the next state, metrics and sample rows. Each phase is waited for, so that its time is its own."""
+  run: Run, state: TrainState, host: HostState, initial: PyTree | None, stream: data.PromptStream, step: int
+) -> tuple[TrainState, HostState, dict, list[dict]]:
+  """One RL step: the next states, metrics and sample rows. Each phase is waited for, so that its time is its own."""
   config, clock = run.config, Clock()
-  uids = stream.take(config.prompts_per_step)
-  rows = np.repeat(stream.indices(uids), config.group_size)
-  responses = rollouts.respond(run, state.params, run.train, rows, rollouts.training_keys(run, step, uids))
-  clock.lap("rollout")
-  scores = score_all(run.task, responses.problems, responses.texts)
-  batch, numbers = rollouts.to_batch(run, responses, scores, uids)
+  groups = rollouts.sample_groups(run, state.policy, stream, step, clock.lap)
+  batch, numbers = rollouts.to_batch(run, groups)
   clock.lap("reward")
-  batch, scored = jax.block_until_ready(score_batch(run, state, initial, on_devices(run, batch)))
+  settings = hyper(run, host, step)
+  for_credit = settings.replace(kl_coef=np.float32(settings.kl_coef / numbers.get("reward_scale", 1.0)))
+  batch, scored = jax.block_until_ready(score_batch(run, state, initial, on_devices(run, batch), for_credit))
   clock.lap("anchor")
-  state, device_metrics = run.train_step(state, (), batch, hyper(run, step))
+  state, device_metrics = run.train_step(state, (), batch, settings)
   numbers |= metrics.reduce(device_metrics | scored)
   clock.lap("update")
   numbers |= {f"task_{name}" if name in numbers or name == "step" else name: value for name, value in counters(run.task).items()}
-  numbers["learning_rate"] = config.learning_rate * optim.warmup(step, config.lr_warmup_steps)
+  numbers["learning_rate"] = config.learning_rate * float(settings.lr_scale[-1])
+  if config.kl_target:
+    numbers["kl_coef"] = float(settings.kl_coef)
+  if config.advantage == "reward_to_go":
+    numbers["baseline"] = float(settings.baseline)
   numbers |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
-  numbers["tokens_per_second"] = float(responses.length.sum()) / sum(clock.seconds.values())
-  return state, numbers, rollouts.log_samples(run, responses, scores, "train", min(config.samples_logged, config.rows))
+  numbers["tokens_per_second"] = float(groups.responses.length.sum()) / sum(clock.seconds.values())
+  samples = rollouts.log_samples(run, groups.responses, groups.scores, "train", min(config.samples_logged, config.rows))
+  return state, _next_host(run, host, numbers, stream.position), numbers, samples
+
+
+def _next_host(run: Run, host: HostState, numbers: dict[str, float], position: int) -> HostState:
+  """Books the skipped updates of a step and where the data stream is; adapts the KL coefficient and the baseline."""
+  config, updates = run.config, run.config.updates
+  skipped = round(numbers["bad_updates"] * updates)
+  kl_coef, baseline, mean = host.kl_coef, host.baseline, numbers["reward_mean"]
+  if config.kl_target and "kl" in numbers:
+    kl_coef = anchor.adapted_kl_coef(config.kl_coef if kl_coef is None else kl_coef, numbers["kl"], config.kl_target, config.kl_gain)
+  if config.advantage == "reward_to_go" and np.isfinite(mean):
+    baseline = mean if baseline is None else config.baseline_decay * baseline + (1 - config.baseline_decay) * mean
+  return dataclasses.replace(
+    host,
+    position=position,
+    bad_in_row=host.bad_in_row + 1 if skipped == updates else 0,
+    bad_total=host.bad_total + skipped,
+    kl_coef=kl_coef,
+    baseline=baseline,
+  )
 
 
 def start(
@@ -159,10 +189,10 @@ def keep_initial(run: Run, state: TrainState, folder: pathlib.Path) -> PyTree:
     shutil.rmtree(folder, ignore_errors=True)  # of a start that never came to a checkpoint
   with Checkpointer(str(folder), 1) as saved:
     if fresh:
-      initial = jax.tree.map(jnp.copy, state.params)
+      initial = jax.tree.map(jnp.copy, state.policy)
       saved.save(0, initial, HostState())
       return initial
-    found = saved.restore_latest(run.abstract_state.params)
+    found = saved.restore_latest(run.abstract_state.policy)
   if found is None:
     raise ValueError(
       f"The initial model, to which this run logs its KL, is missing from {folder}: put it back, or go on without it by "
@@ -232,7 +262,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       report.say(f"the run is complete: checkpoint {step} of --steps={config.steps} is there; raise --steps to go on")
     log = Log(writer, metrics.Progress(config.steps, initial=step))
     if step == 0:
-      found, samples = rollouts.evaluate(run, state.params, 0) if run.eval else ({}, [])
+      found, samples = rollouts.evaluate(run, state.policy, 0) if run.eval else ({}, [])
       report.evaluation(0, found)
       if config.save_every:  # before the line: a kill in between then starts the evaluation again, and not the run
         checkpointer.save(0, state, host)
@@ -240,12 +270,11 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       log.write(0, found, samples)
     while step < config.steps and not stop.asked:
       step += 1
-      state, numbers, samples = rl_step(run, state, initial, stream, step)
-      host = _count_bad(run, host, numbers, stream.position)
+      state, host, numbers, samples = rl_step(run, state, host, initial, stream, step)
       last = step == config.steps
       evaluated = bool(run.eval) and (step % config.eval_every == 0 or last)
       if evaluated:
-        found, eval_samples = rollouts.evaluate(run, state.params, step)
+        found, eval_samples = rollouts.evaluate(run, state.policy, step)
         report.evaluation(step, found)
         numbers, samples = numbers | found, samples + eval_samples
       # The line comes before the checkpoint: the other way round a kill in between would leave a gap.
@@ -262,13 +291,6 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
     report.say(f"it goes on with: python -m experiments.math_grpo --flagfile={workdir / 'flags.txt'} --workdir={workdir}")
     raise SystemExit(130)
   return log.last
-
-
-def _count_bad(run: Run, host: HostState, numbers: dict[str, float], position: int) -> HostState:
-  """Books the skipped updates of a step, and where the data stream is."""
-  skipped = round(numbers["bad_updates"] * run.config.mini_batches)
-  in_row = host.bad_in_row + 1 if skipped == run.config.mini_batches else 0
-  return dataclasses.replace(host, position=position, bad_in_row=in_row, bad_total=host.bad_total + skipped)
 
 
 def _stop_if_bad(run: Run, host: HostState) -> None:

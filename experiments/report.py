@@ -8,6 +8,7 @@ import sys
 import jax
 
 from emapg_jax import anchor
+from emapg_jax.config import RunConfig
 from emapg_jax.rollout import batching
 from experiments.build import Run, memory_plan
 
@@ -25,6 +26,7 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   defaults = type(config)()
   changed = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(defaults, f.name)}
   say("settings (the rest are defaults, all in flags.txt): " + " ".join(f"{k}={v}" for k, v in changed.items()))
+  say("policy gradient: " + _policy_gradient(config))
   plan = memory_plan(run)
   sizes = ", ".join(f"{name} {_bytes(size)}" for name, size in plan.items())
   count = sum(a.size for a in jax.tree.leaves(run.abstract_state.params))
@@ -37,13 +39,28 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   if config.kl_coef > 0:
     life = anchor.half_life(config.ema_decay, config.ema_period)
     kind = "fixed anchor" if config.ema_decay == 1 else f"EMA anchor, half-life {life:.1f} RL steps"
+    kind += ", in the reward" if config.kl_in_reward else ""
     of = f", K={run.step_config.topk} of {run.model_config.vocab_size} ids" if run.step_config.topk else ""
-    say(f"KL: {config.kl}{of}, coefficient {config.kl_coef:g}, {kind} (η={config.ema_decay:g} every {config.ema_period} steps)")
-    if config.kl == "k1":
+    adapted = f" at first, adapted to {config.kl_target:g} nats" if config.kl_target else ""
+    coefficient = f"coefficient {config.kl_coef:g}{adapted}"
+    say(f"KL: {config.kl}{of}, {coefficient}, {kind} (η={config.ema_decay:g} every {config.ema_period} steps)")
+    if config.kl == "k1" and not config.kl_in_reward:
       say("warning: k1 in the loss has an expected gradient of zero: it adds noise and no pull. Use topk_reverse or k3pp.")
   else:
     say("KL: off" + (f"; an EMA anchor is kept (η={config.ema_decay:g})" if run.config.uses_anchor else ""))
   say(f"workdir: {workdir}")
+
+
+def _policy_gradient(config: RunConfig) -> str:
+  """The effective choices behind `--algorithm`."""
+  bounds = "" if config.clip_low is None else f" (1 − {config.clip_low:g} to 1 + {config.clip_high:g})"
+  parts = [f"advantage {config.advantage}", f"loss {config.policy_loss}{bounds}", f"aggregation {config.aggregation}"]
+  parts.append(f"{config.epochs} × {config.mini_batches} updates per RL step")
+  if config.dynamic_sampling:
+    parts.append(f"dynamic sampling, up to {config.max_refills} refills")
+  if config.overlong_share:
+    parts.append(f"over-long penalty on the last {config.overlong_share:.0%} of {config.max_new_tokens} tokens")
+  return f"{config.algorithm}: " + " · ".join(parts)
 
 
 def evaluation(step: int, numbers: dict[str, float]) -> None:

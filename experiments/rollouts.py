@@ -1,14 +1,16 @@
 """One batch of responses: sampled, scored and turned into a RolloutBatch; and evaluation, which is the same without training."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from emapg_jax import advantages, streams
+from emapg_jax import advantages, data, streams
 from emapg_jax.envs.task import Problem, ask, counters, score_all
 from emapg_jax.rollout import batching
 from emapg_jax.types import PyTree, RolloutBatch
+from experiments.algorithms import ROW_ADVANTAGES
 from experiments.build import Prompts, Run, on_devices
 
 
@@ -24,6 +26,31 @@ class Responses:
   logp: np.ndarray  # float32 [B, T]
   ended: np.ndarray  # bool [B]
   texts: list[str]
+
+  def take(self, rows: np.ndarray) -> "Responses":
+    """Some of them, in the order of `rows`."""
+    values = vars(self).items()
+    return Responses(**{name: value[rows] if isinstance(value, np.ndarray) else [value[i] for i in rows] for name, value in values})
+
+
+def join(parts: list[Responses]) -> Responses:
+  """All responses of several calls, one after the other; prompts padded to the widest."""
+  width = max(part.prompts.shape[1] for part in parts)
+  parts = [dataclasses.replace(part, prompts=np.pad(part.prompts, ((0, 0), (0, width - part.prompts.shape[1])))) for part in parts]
+  columns = {field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(Responses)}
+  return Responses(
+    **{k: np.concatenate(v) if isinstance(v[0], np.ndarray) else [x for part in v for x in part] for k, v in columns.items()}
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+  """The responses of an RL step with their scores, group by group, and which rows are trained on."""
+
+  responses: Responses
+  scores: np.ndarray  # float64 [N], in [0, 1], NaN where there is none
+  group_ids: np.ndarray  # int64 [N], the prompt_uid
+  kept: np.ndarray  # int64 [B], rows of whole groups
 
 
 def respond(run: Run, params: PyTree, prompts: Prompts, rows: np.ndarray, keys: jax.Array, greedy: bool = False) -> Responses:
@@ -42,36 +69,81 @@ def training_keys(run: Run, step: int, uids: np.ndarray) -> jax.Array:
   return streams.row_keys(run.config.seed, streams.ROLLOUT, step, np.repeat(uids, group), np.tile(np.arange(group), len(uids)))
 
 
-def to_batch(run: Run, responses: Responses, scores: np.ndarray, uids: np.ndarray) -> tuple[RolloutBatch, dict[str, float]]:
-  """The RolloutBatch of scored responses, and the metrics of their rewards."""
-  config = run.config
-  group_ids = np.repeat(uids, config.group_size)
+def sample_groups(run: Run, params: PyTree, stream: data.PromptStream, step: int, lap: Callable[[str], None]) -> Groups:
+  """The groups of RL step `step`; under dynamic sampling, batch after batch until enough groups have scores that differ, or tries end.
+
+  What is missing then is filled up with flat groups, and useful ones beyond `prompts_per_step` are dropped; always whole groups, and in the
+  order of sampling. `lap` books the time.
+  """
+  config, group = run.config, run.config.group_size
+  parts, scores, ids = [], [], []
+  for _ in range(1 + config.max_refills if config.dynamic_sampling else 1):
+    uids = stream.take(config.prompts_per_step)
+    responses = respond(run, params, run.train, np.repeat(stream.indices(uids), group), training_keys(run, step, uids))
+    lap("rollout")
+    parts.append(responses)
+    scores.append(score_all(run.task, responses.problems, responses.texts))
+    ids.append(np.repeat(uids, group))
+    lap("reward")
+    all_scores, group_ids, length = np.concatenate(scores), np.concatenate(ids), np.concatenate([part.length for part in parts])
+    useful = advantages.has_spread(all_scores, group_ids, length > 0)[::group]
+    if not config.dynamic_sampling or useful.sum() >= config.prompts_per_step:
+      break
+  groups = np.arange(len(useful))
+  if config.dynamic_sampling:
+    groups = np.concatenate([groups[useful], groups[~useful]])
+  kept = (groups[: config.prompts_per_step, None] * group + np.arange(group)).ravel()
+  return Groups(join(parts), all_scores, group_ids, kept)
+
+
+def to_batch(run: Run, groups: Groups) -> tuple[RolloutBatch, dict[str, float]]:
+  """The RolloutBatch of the groups to train on, and the metrics of all that was sampled."""
+  config, responses, ids = run.config, groups.responses, groups.group_ids
   valid = responses.length > 0
-  scored = advantages.scored(scores, valid)
+  shaping = np.zeros(len(ids))
+  if config.overlong_share:
+    cache = max(1, round(config.overlong_share * config.max_new_tokens))
+    shaping = advantages.overlong_penalty(responses.length, config.max_new_tokens, cache)
+  rewards = groups.scores + shaping
+  scored = advantages.scored(rewards, valid)
+  metrics = _metrics(responses, groups.scores, rewards, scored) | advantages.group_metrics(rewards, ids, valid, groups.scores)
+  if config.overlong_share:
+    metrics["overlong_penalty"] = float(shaping.mean())
+  if config.dynamic_sampling:
+    spread = advantages.has_spread(groups.scores, ids, valid)
+    metrics |= {"groups_sampled": len(ids) // config.group_size, "groups_filled": float(1 - spread[groups.kept].mean())}
+
+  responses = responses.take(groups.kept)
+  rewards, ids, valid, scored = (x[groups.kept] for x in (rewards, ids, valid, scored))
   size = batching.fit(int(responses.length.max()), config.max_new_tokens)
-  trained = scored & (responses.ended | (not config.mask_truncated))
+  row_advantage = ROW_ADVANTAGES.get(config.advantage)
   batch = batching.assemble(
     responses.prompts,
     responses.prompt_length,
     responses.tokens[:, :size],
     responses.length,
     responses.logp[:, :size],
-    advantages.group_normalized(scores, group_ids, valid),
-    trained,
+    row_advantage(rewards, ids, valid) if row_advantage else np.zeros(len(ids)),
+    scored & (responses.ended | (not config.mask_truncated)),
+    None if row_advantage else rewards,
   )
-  known = scores[scored]
-  metrics = {
-    "score_mean": float(known.mean()) if known.size else float("nan"),
+  metrics["padded_fraction"] = float(1 - (responses.prompt_length + responses.length).sum() / batch.tokens.size)
+  if config.advantage == "batch_normalized":
+    metrics["reward_scale"] = advantages.reward_scale(rewards, ids, valid)
+  return batch, metrics
+
+
+def _metrics(responses: Responses, scores: np.ndarray, rewards: np.ndarray, scored: np.ndarray) -> dict[str, float]:
+  known = rewards[scored]
+  return {
+    "score_mean": float(scores[scored].mean()) if known.size else float("nan"),
     "reward_mean": float(known.mean()) if known.size else float("nan"),
     "reward_std": float(known.std(ddof=1)) if known.size > 1 else 0.0,
     "unscored": int((~scored).sum()),
     "response_length": float(responses.length.mean()),
     "response_length_max": int(responses.length.max()),
     "truncated_fraction": float(1 - responses.ended.mean()),
-    "padded_fraction": float(1 - (responses.prompt_length + responses.length).sum() / batch.tokens.size),
-    **advantages.group_metrics(scores, group_ids, valid),
   }
-  return batch, metrics
 
 
 def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], list[dict]]:

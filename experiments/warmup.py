@@ -10,7 +10,7 @@ import optax
 from emapg_jax import masking, optim, sharding, streams
 from emapg_jax.envs.task import score_all
 from emapg_jax.rollout import batching
-from emapg_jax.train_step import init_state, response_stats
+from emapg_jax.score_step import response_stats
 from emapg_jax.types import RolloutBatch, TrainState
 from experiments.build import Run, on_devices
 from experiments.report import say
@@ -64,14 +64,14 @@ def warm_up(run: Run, state: TrainState, stop) -> TrainState:
   config = run.config
   optimizer = optim.make_optimizer(config.warmup_learning_rate, weight_decay=0.0)
   shardings = jax.tree.map(lambda a: a.sharding, run.abstract_state)
-  opt_shardings = sharding.tree_shardings(run.mesh, jax.eval_shape(optimizer.init, state.params))
+  opt_shardings = sharding.tree_shardings(run.mesh, jax.eval_shape(optimizer.init, state.policy))
   update = jax.jit(
     functools.partial(_update, run=run, optimizer=optimizer),
     donate_argnums=(0, 1),
-    out_shardings=(shardings.params, opt_shardings, None),
+    out_shardings=(shardings.policy, opt_shardings, None),
   )
   rng = np.random.default_rng([config.seed, streams.WARMUP])
-  params, opt_state, done, accuracy = state.params, jax.jit(optimizer.init, out_shardings=opt_shardings)(state.params), 0, None
+  params, opt_state, done, accuracy = state.policy, jax.jit(optimizer.init, out_shardings=opt_shardings)(state.policy), 0, None
   while done < config.warmup_steps:
     params, opt_state, loss = update(params, opt_state, on_devices(run, _demonstrations(run, rng)))
     jax.block_until_ready(loss)  # simulated devices on few cores abort when many collective programs wait for each other
@@ -92,5 +92,4 @@ def warm_up(run: Run, state: TrainState, stop) -> TrainState:
       f"The supervised warm-up ended with weights that are not finite; lower --warmup_learning_rate={config.warmup_learning_rate}."
     )
   say(f"warm-up: {done} supervised steps, loss {float(loss):.3f}" + (f", greedy accuracy {accuracy:.3f}" if accuracy is not None else ""))
-  init = functools.partial(init_state, optimizer=run.optimizer, with_anchor=config.uses_anchor)
-  return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
+  return jax.jit(run.fresh_state, out_shardings=shardings, donate_argnums=0)(params)

@@ -12,8 +12,8 @@ CODE = LIBRARY + sorted((ROOT / "experiments").rglob("*.py"))
 
 # A module may import from its own layer and from later ones.
 LAYERS = (
-  {"rollout", "train_step", "envs", "checkpoint", "config", "metrics"},
-  {"losses", "token_stats", "anchor", "advantages", "optim", "models", "sharding", "streams", "data"},
+  {"rollout", "train_step", "score_step", "step_config", "envs", "checkpoint", "config", "metrics"},
+  {"losses", "token_stats", "anchor", "advantages", "credit", "optim", "models", "sharding", "streams", "data"},
   {"kl", "topk_kl", "masking", "types"},
 )
 

@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.learning
 
-FLAGS = pathlib.Path(__file__).parent / "data" / "learning.flags"
+FLAGS = pathlib.Path(__file__).parent.parent / "experiments" / "flags" / "one_digit.flags"
 
 
 def test_learns(tmp_path):

@@ -40,6 +40,7 @@ def assemble(
   sampling_logp: np.ndarray,
   advantages: np.ndarray,
   trained: np.ndarray,
+  rewards: np.ndarray | None = None,
 ) -> RolloutBatch:
   """The batch of an RL step before any scoring: old_logp and the anchor's fields are zeros, K is 0.
 
@@ -48,6 +49,7 @@ def assemble(
     responses: int32 [B, T], padded; length: int32 [B], the end token included; sampling_logp: float32 [B, T]. T is a bucket.
     advantages: float32 [B], one per response.
     trained: bool [B], False for responses that are left out of the loss.
+    rewards: float [B], where the credit of a token is made from it.
   """
   batch, size = responses.shape
   width = prompts.shape[1]
@@ -67,4 +69,5 @@ def assemble(
     ref_logp=zeros,
     ref_logp_topk=np.zeros((batch, size, 0), np.float32),
     ref_log_tail=zeros,
+    rewards=None if rewards is None else rewards.astype(np.float32),
   )

@@ -1,0 +1,160 @@
+"""What an RL step computes once, before its first update: statistics of the old policy and of the anchor, values, credit. Pure functions.
+
+Order of calls: `score_step` for each model whose log-probabilities are needed, `value_step` where there is a critic, `credit_step` where a
+token's credit is more than the advantage of its row.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from emapg_jax import losses, masking
+from emapg_jax.kl import importance_weight, k1, topk_reverse_kl
+from emapg_jax.step_config import Critic, Metrics, Model, StepConfig, check_divides
+from emapg_jax.token_stats import token_stats
+from emapg_jax.types import Hyper, PyTree, RolloutBatch, TokenStats, Weighted
+
+_PER_TOKEN = ("advantages", "sampling_logp", "old_logp", "ref_logp", "ref_logp_topk", "ref_log_tail", "old_values", "returns")
+
+
+def response_stats(
+  model: Model, params: PyTree, frozen: PyTree, batch: RolloutBatch, config: StepConfig, topk_ids: jax.Array | None
+) -> TokenStats:
+  """TokenStats [B, T] of the response tokens: token t is scored from the hidden state at the position before it."""
+  hidden, unembedding = model(params, frozen, batch.tokens)
+  hidden = jnp.take_along_axis(hidden, _response_positions(batch)[..., None] - 1, axis=1)
+  return token_stats(
+    hidden,
+    unembedding,
+    _response_tokens(batch),
+    topk_ids=topk_ids,
+    topk=config.topk,
+    approximate=config.topk_approximate,
+    temperature=config.temperature,
+    chunk=config.head_chunk,
+  )
+
+
+def response_values(critic: Critic, params: PyTree, frozen: PyTree, batch: RolloutBatch) -> jax.Array:
+  """Values [B, T]: what the critic expects before response token t is known, from the position before it."""
+  return jnp.take_along_axis(critic(params, frozen, batch.tokens), _response_positions(batch) - 1, axis=1)
+
+
+def _response_positions(batch: RolloutBatch) -> jax.Array:
+  return batch.prompt_length[:, None] + jnp.arange(batch.mask.shape[1], dtype=jnp.int32)[None, :]
+
+
+def _response_tokens(batch: RolloutBatch) -> jax.Array:
+  return jnp.take_along_axis(batch.tokens, _response_positions(batch), axis=1)
+
+
+def score_step(
+  params: PyTree, frozen: PyTree, batch: RolloutBatch, ids: jax.Array | None = None, *, model: Model, config: StepConfig
+) -> TokenStats:
+  """TokenStats of every response token under `params`, without gradient; micro-batch by micro-batch.
+
+  Args:
+    params: any model of the policy's shape: the policy at the start of the RL step, or the anchor.
+    batch: only tokens, prompt_length and the width of mask are read.
+    ids: int32 [B, T, K] to report log-probabilities of; the model's own `config.topk` most likely when None.
+  """
+
+  def score(micro, ids):
+    return response_stats(model, params, frozen, micro, config, ids)
+
+  return _by_micro_batch(score, config, batch, ids)
+
+
+def value_step(params: PyTree, frozen: PyTree, batch: RolloutBatch, *, critic: Critic, config: StepConfig) -> jax.Array:
+  """The critic's values [B, T] of every response token, without gradient; micro-batch by micro-batch."""
+  return _by_micro_batch(lambda micro: response_values(critic, params, frozen, micro), config, batch)
+
+
+def _by_micro_batch(function: Callable, config: StepConfig, *trees: PyTree) -> PyTree:
+  rows = trees[0].tokens.shape[0]
+  check_divides(rows, dataclasses.replace(config, mini_batches=1))
+
+  def split(x):  # [B, ...] -> [B / micro_batch, micro_batch, ...], each micro-batch taking rows from all over: from every device
+    return jnp.moveaxis(x.reshape(config.micro_batch, rows // config.micro_batch, *x.shape[1:]), 0, 1)
+
+  out = jax.lax.map(lambda args: function(*args), jax.tree.map(split, trees))
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0).reshape(rows, *x.shape[2:]), out)
+
+
+def cleaned(stats: TokenStats, batch: RolloutBatch) -> tuple[TokenStats, RolloutBatch, jax.Array]:
+  """What may be exponentiated, and whether each token is among its top-k ids: zeros stand where the mask is False, whatever was there."""
+  mask = batch.mask
+  in_topk = jnp.any(stats.topk_ids == _response_tokens(batch)[..., None], axis=-1)
+  present = {name: getattr(batch, name) for name in _PER_TOKEN if getattr(batch, name) is not None}
+  batch = batch.replace(**jax.tree.map(functools.partial(masking.clean, mask), present))
+  return jax.tree.map(functools.partial(masking.clean, mask), stats), batch, in_topk
+
+
+def tis_weight(batch: RolloutBatch, config: StepConfig) -> tuple[jax.Array, jax.Array, Metrics]:
+  """Truncated importance sampling from the sampler to the old policy: weights [B, T], the mask without dropped sequences, metrics."""
+  mask, metrics = batch.mask, {}
+  weight = jnp.ones_like(batch.old_logp)
+  if config.tis_sequence_bound is not None:
+    kept = losses.within_sequence_ratio(batch.old_logp, batch.sampling_logp, mask, config.tis_sequence_bound)
+    metrics["tis_masked"] = masking.masked_mean(~kept, jnp.any(mask, axis=-1))
+    mask = mask & kept[:, None]
+  if config.tis_cap is not None:
+    weight, capped = losses.truncated_weight(batch.old_logp, batch.sampling_logp, config.tis_cap)
+    metrics |= {"tis_weight": masking.masked_mean(weight, mask), "tis_capped": masking.masked_mean(capped, mask)}
+  return weight, mask, metrics
+
+
+def kl_terms(
+  stats: TokenStats, batch: RolloutBatch, in_topk: jax.Array, weight: jax.Array, mask: jax.Array, config: StepConfig
+) -> tuple[jax.Array, Metrics]:
+  """The KL to the anchor per token [B, T], `head + weight · s · tail`, and its metrics; inputs cleaned.
+
+  s = sg exp(logp − sampling_logp), within its bounds; under truncated importance sampling, which `weight` is, from old_logp
+  """
+  mean = functools.partial(masking.masked_mean, mask=mask)
+  head, tail, clamped = config.kl(stats, batch, in_topk)
+  drawn_from = batch.sampling_logp if config.tis_cap is None else batch.old_logp
+  s = importance_weight(stats.logp, drawn_from, config.kl_iw_low, config.kl_iw_high)
+  tail = weight * s * tail
+  metrics = {
+    "kl": mean(head + tail),
+    "kl_head": mean(head),
+    "kl_tail": mean(tail),
+    "kl_weight": mean(s),
+    "kl_weight_clipped": mean(s != importance_weight(stats.logp, drawn_from)),
+    "kl_clamped": mean(clamped),
+  }
+  if batch.topk_ids.shape[-1]:
+    metrics |= {"tail_hit_rate": mean(~in_topk), "topk_mass": mean(-jnp.expm1(stats.log_tail))}
+  return head + tail, metrics
+
+
+def credit_step(batch: RolloutBatch, stats: TokenStats | None, hyper: Hyper, *, config: StepConfig) -> tuple[RolloutBatch, Metrics]:
+  """The batch with the advantage of each token and, for a critic, its returns; and the KL's metrics where the KL is in the reward.
+
+  Args:
+    batch: with old_logp, topk_ids and the anchor's statistics; with rewards or old_values where `config.credit` reads them.
+    stats: of the policy at the start of the RL step on `batch.topk_ids`; None unless `config.kl_in_reward`.
+    hyper: kl_coef and baseline are read. For batch-normalised advantages kl_coef is divided by `advantages.reward_scale`.
+  """
+  own = later = jnp.zeros_like(batch.advantages)
+  metrics = {}
+  if config.kl_in_reward:
+    stats, clean, in_topk = cleaned(stats, batch)
+    weight, mask, _ = tis_weight(clean, config)
+    later, metrics = kl_terms(stats, clean, in_topk, weight, mask, config)
+    own = k1(stats.logp, clean.ref_logp)
+  advantages, returns = config.credit(batch, own, later, hyper)
+  return batch.replace(advantages=advantages, returns=returns), metrics
+
+
+def policy_kl(stats: TokenStats, ref: TokenStats, batch: RolloutBatch) -> Weighted:
+  """KL of the policy that `stats` scored to the model that `ref` scored, mean over trained tokens; both on the same top-k ids."""
+  stats, _, in_topk = cleaned(stats, batch)
+  ref = jax.tree.map(functools.partial(masking.clean, batch.mask), ref)
+  return masking.masked_mean(
+    sum(topk_reverse_kl(stats.logp_topk, ref.logp_topk, stats.log_tail, ref.log_tail, stats.logp, ref.logp, in_topk)), batch.mask
+  )

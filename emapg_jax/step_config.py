@@ -1,0 +1,67 @@
+"""What is compiled into an RL step, and the shapes of the functions that are bound to it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+
+from emapg_jax import losses
+from emapg_jax.types import Hyper, Max, PyTree, RolloutBatch, TokenStats, Weighted
+
+Model = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]  # (params, frozen, tokens) -> hidden [B, S, D], [D, V]
+Critic = Callable[[PyTree, PyTree, jax.Array], jax.Array]  # (params, frozen, tokens) -> the value after each token [B, S]
+# (stats, batch, in_topk) -> per token [B, T]: head, tail, and whether the log-ratio was beyond the estimator's bound
+KL = Callable[[TokenStats, RolloutBatch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+# (batch, own, later, hyper) -> advantages and, for a critic, returns, each [B, T]; own, later: the KL in the reward at a token, after it
+Credit = Callable[[RolloutBatch, jax.Array, jax.Array, Hyper], tuple[jax.Array, jax.Array | None]]
+Metrics = dict[str, Weighted | Max]
+
+PPO_CLIP = losses.token_level(functools.partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+  """Settings that are compiled in."""
+
+  micro_batch: int  # rows per forward, all devices together
+  mini_batches: int  # optimizer updates per epoch
+  epochs: int = 1
+  temperature: float = 1.0
+  policy_loss: losses.PolicyLoss = PPO_CLIP
+  credit: Credit | None = None  # None: `batch.advantages` are used as they are
+  aggregation: str = "token_mean"
+  max_new_tokens: int | None = None  # read by the aggregation `fixed_length`
+  kl: KL | None = None  # None: no anchor is read
+  kl_in_reward: bool = False  # part of the advantages, by `credit_step`, instead of part of the loss
+  kl_iw_low: float | None = None
+  kl_iw_high: float | None = None
+  topk: int = 0  # ids that `score_step` reports when it is given none
+  topk_approximate: bool = False  # find them by approx_max_k
+  entropy_coef: float = 0.0
+  value_clip: float | None = None  # of the critic's loss
+  old_from_sampler: bool = False  # old_logp is sampling_logp
+  tis_cap: float | None = None  # largest importance weight old / sampling of a token; None: no such weight
+  tis_sequence_bound: float | None = None  # sequences of which the mean such ratio lies beyond it train nothing
+  head_chunk: int | None = None  # positions of which the logits are held at a time; None: as `token_stats` chooses for one device
+  seed: int = 0  # of the order of rows in mini-batches
+
+  @property
+  def updates(self) -> int:
+    """Optimizer updates in an RL step."""
+    return self.epochs * self.mini_batches
+
+  @property
+  def on_policy(self) -> bool:
+    """Whether the policy that is updated is the one at the start of the RL step: then it is its own old policy, and the ratio exactly 1."""
+    return self.updates == 1 and not self.old_from_sampler
+
+
+def check_divides(rows: int, config: StepConfig) -> None:
+  """Raises ValueError unless `rows` split into whole mini-batches of whole micro-batches."""
+  if rows % (config.mini_batches * config.micro_batch):
+    raise ValueError(
+      f"A batch of {rows} sequences does not split into {config.mini_batches} mini-batches of micro-batches of {config.micro_batch} "
+      f"(micro_batch rows per device times the devices that share the batch): {rows} must be a multiple of "
+      f"{config.mini_batches * config.micro_batch}. Change prompts_per_step, group_size, mini_batches, micro_batch or the mesh."
+    )
