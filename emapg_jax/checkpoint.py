@@ -317,5 +317,5 @@ def _require_same_leaves(saved: PyTree, wanted: PyTree, where: str) -> None:
     more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     raise ValueError(
       f"{where} does not fit this run in {len(bad)} of its arrays: {'; '.join(lines)}{more}. Resume with the model, "
-      "optimizer and anchor settings it was saved with, or use another --workdir."
+      "critic, optimizer and anchor settings it was saved with, or use another --workdir."
     )

@@ -194,7 +194,8 @@ class RunConfig:
   def _check_choice(self, name: str) -> None:
     value, choices = getattr(self, name), type(self).__dataclass_fields__[name].metadata["choices"]
     if choices and value not in choices:
-      near = difflib.get_close_matches(value, choices, 1, cutoff=0.3)
+      begins = [choice for choice in choices if choice.startswith(str(value).lower())]
+      near = begins or difflib.get_close_matches(str(value).lower(), choices, 1, cutoff=0.3)
       hint = f" Did you mean {near[0]!r}?" if near else ""
       raise ValueError(f"--{name}={value} is unknown.{hint} Use one of {', '.join(choices)}.")
 
@@ -218,7 +219,9 @@ class RunConfig:
       why = "dynamic sampling" if self.dynamic_sampling else f"advantage {self.advantage}"
       self._require("group_size", self.group_size > 1, f"must be at least 2: {why} compares the responses to one prompt")
     if self.advantage == "batch_normalized":
-      self._require("prompts_per_step", self.rows > 1, "× --group_size must be at least 2: batch_normalized compares responses")
+      self._require(
+        "prompts_per_step", self.rows > 1, f"× --group_size={self.group_size} must be at least 2: batch_normalized compares them"
+      )
     if self.rows % self.mini_batches:
       raise ValueError(
         f"--prompts_per_step={self.prompts_per_step} × --group_size={self.group_size} = {self.rows} sequences do not divide into "
@@ -242,7 +245,10 @@ class RunConfig:
   def _check_schedule(self) -> None:
     if self.lr_schedule == "constant":
       return
-    self._require("decay_steps", self.decay_steps > self.lr_warmup_steps, f"must exceed --lr_warmup_steps={self.lr_warmup_steps}")
+    text = (
+      f"must exceed --lr_warmup_steps={self.lr_warmup_steps}: --lr_schedule={self.lr_schedule} ends there. Pass the steps of the whole run"
+    )
+    self._require("decay_steps", self.decay_steps > self.lr_warmup_steps, text)
     count = self.steps * (1 if self.lr_unit == "rl_step" else self.updates)
     if count > self.decay_steps:
       raise ValueError(
@@ -349,7 +355,7 @@ _USED_ONLY_IF = (
   (("chat_template",), lambda c: c.model_path, "without --model_path"),
   (("dual_clip",), lambda c: c.policy_loss == "ppo_clip", "unless --policy_loss=ppo_clip"),
   (("old_logp",), lambda c: c.policy_loss != "reinforce", "with --policy_loss=reinforce, which reads no old log-probabilities"),
-  (("tis_cap", "tis_sequence_bound"), lambda c: c.old_logp == "trainer", "unless --old_logp=trainer: there is nothing to correct"),
+  (("tis_cap", "tis_sequence_bound"), lambda c: c.old_logp == "trainer", "with --old_logp=sampler, which leaves nothing to correct"),
   (("max_refills",), lambda c: c.dynamic_sampling, "without --dynamic_sampling"),
   (("discount",), lambda c: c.advantage in ("gae", "reward_to_go"), "unless --advantage is gae or reward_to_go"),
   (("baseline_decay",), lambda c: c.advantage == "reward_to_go", "unless --advantage=reward_to_go"),

@@ -70,7 +70,7 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
   for algorithm, runs in results.items():
     mean = {name: np.mean([run[name] for run in runs]) for name in runs[0]}
     each = " ".join(f"{run['last']:.3f}" for run in runs)
-    numbers = f"{mean['first']:.3f} | {each} | {mean['last']:.3f} | {mean['entropy']:.2f} | {mean['seconds']:.0f}"
+    numbers = f"{mean['first']:.3f} | {each} | {mean['last']:.3f} | {mean['entropy']:.2f}"
     lines.append(f"| {algorithm} | {mean['steps']:.0f} | {numbers} |")
   return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from emapg_jax import anchor, data, metrics
 from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
-from emapg_jax.config import RUNTIME_FLAGS
+from emapg_jax.config import GROUP_ADVANTAGES, RUNTIME_FLAGS
 from emapg_jax.envs.task import counters
 from emapg_jax.types import Hyper, PyTree, RolloutBatch, TrainState, Weighted
 from experiments import flags, report, rollouts, warmup
@@ -74,20 +74,20 @@ def score_batch(
   run: Run, state: TrainState, initial: PyTree | None, batch: RolloutBatch, settings: Hyper
 ) -> tuple[RolloutBatch, dict[str, Weighted]]:
   """Adds old log-probs, ids, the anchor's statistics, values and credit; and the KL to the initial model. Dispatched, not waited for."""
-  old = ref = None
+  sampled, old, ref = batch, None, None  # what is scored stays as it came: with other ids in it, scoring would compile again
   if run.step_config.kl is not None and run.config.topk_owner == "anchor":
-    ref = run.score(state.ema_params, (), batch)
+    ref = run.score(state.ema_params, (), sampled)
     batch = batch.replace(topk_ids=ref.topk_ids)
   if run.needs_old_pass:
-    old = run.score(state.policy, (), batch, None if ref is None else ref.topk_ids)
+    old = run.score(state.policy, (), sampled, None if ref is None else ref.topk_ids)
     batch = batch.replace(old_logp=old.logp)
   numbers = {}
   if initial is not None:
-    numbers["kl_initial"] = run.policy_kl(old, run.score(initial, (), batch, old.topk_ids), batch)
+    numbers["kl_initial"] = run.policy_kl(old, run.score(initial, (), sampled, old.topk_ids), batch)
   if run.step_config.kl is not None:
     if ref is None:
       batch = batch.replace(topk_ids=batch.topk_ids if old is None else old.topk_ids)
-      ref = run.score(state.ema_params, (), batch, batch.topk_ids)
+      ref = run.score(state.ema_params, (), sampled, batch.topk_ids)
     batch = batch.replace(ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail)
   if run.value is not None:
     batch = batch.replace(old_values=run.value(state.params["value"], (), batch))
@@ -204,8 +204,9 @@ def keep_initial(run: Run, state: TrainState, folder: pathlib.Path) -> PyTree:
 class Log:
   """Where the numbers of a step go: the metrics writer, the progress line, and remarks on what looks wrong."""
 
-  def __init__(self, writer: metrics.MetricsWriter, progress: metrics.Progress):
-    self._writer, self._progress = writer, progress
+  def __init__(self, writer: metrics.MetricsWriter, progress: metrics.Progress, by_group: bool):
+    """`by_group`: a group of equal rewards trains nothing, and many of them are worth a remark."""
+    self._writer, self._progress, self._by_group = writer, progress, by_group
     self._warned: set[str] = set()
     self.last: dict[str, float] = {}
 
@@ -220,7 +221,7 @@ class Log:
       self._progress.update(step, {name: numbers[name] for name in names if name in numbers})
     if step == 1 and "sampler_kl" in numbers:
       report.say(f"noise floor of the KL: {numbers['sampler_kl']:.2g} nats per token (the policy to itself, sampler against trainer)")
-    if numbers.get("degenerate", 0) > FLAT_GROUPS_WARNING:
+    if self._by_group and numbers.get("degenerate", 0) > FLAT_GROUPS_WARNING:
       self._warn(
         "flat groups",
         f"at step {step} {numbers['degenerate']:.0%} of the groups have equal rewards and train nothing. If that stays, the task is too "
@@ -260,7 +261,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
     step = int(state.step)
     if step >= config.steps:
       report.say(f"the run is complete: checkpoint {step} of --steps={config.steps} is there; raise --steps to go on")
-    log = Log(writer, metrics.Progress(config.steps, initial=step))
+    log = Log(writer, metrics.Progress(config.steps, initial=step), config.advantage in GROUP_ADVANTAGES)
     if step == 0:
       found, samples = rollouts.evaluate(run, state.policy, 0) if run.eval else ({}, [])
       report.evaluation(0, found)

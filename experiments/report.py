@@ -57,7 +57,7 @@ def _policy_gradient(config: RunConfig) -> str:
   parts = [f"advantage {config.advantage}", f"loss {config.policy_loss}{bounds}", f"aggregation {config.aggregation}"]
   parts.append(f"{config.epochs} × {config.mini_batches} updates per RL step")
   if config.dynamic_sampling:
-    parts.append(f"dynamic sampling, up to {config.max_refills} refills")
+    parts.append(f"dynamic sampling, at most {config.max_refills} more batches")
   if config.overlong_share:
     parts.append(f"over-long penalty on the last {config.overlong_share:.0%} of {config.max_new_tokens} tokens")
   return f"{config.algorithm}: " + " · ".join(parts)
