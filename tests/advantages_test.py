@@ -121,6 +121,38 @@ def test_reward_scale_is_what_batch_normalized_divides_by():
   np.testing.assert_allclose(result, [0.75, 0, -0.25, -0.25, 0, -0.25], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+  ("rewards", "spread"),
+  [
+    ([0.0] + [0.95] * 7, True),
+    ([0.1] * 7, False),  # the float64 mean of which is not 0.1
+    ([1.0, np.nextafter(1.0, 2.0)], True),
+    ([NAN, 1.0, 1.0], False),
+    ([NAN, 1.0, 0.0], True),
+    ([np.inf, 1.0, 1.0], False),
+    ([NAN, 1.0], False),
+    ([1.0], False),
+    ([NAN, NAN], False),
+    ([], False),
+  ],
+)
+def test_spread_is_among_the_scored_rows_and_said_of_all(rewards, spread):
+  result = one_group(advantages.has_spread, rewards, np.float64)
+  assert result.dtype == bool
+  assert result.tolist() == [spread] * len(rewards)
+
+
+def test_spread_is_by_group_wherever_its_rows_stand():
+  rewards = np.array([0.0, 1.0, 1.0, 1.0, 0.0, 0.5])
+  groups = np.array([9, 2**40, 9, 2**40 + 1, 3, 3])
+  assert advantages.has_spread(rewards, groups, np.ones(6, bool)).tolist() == [True, False, True, False, True, True]
+  # Without its row 0 group 9 has one reward left; the row that is left out belongs to it all the same.
+  valid = np.array([False, True, True, True, True, True])
+  assert advantages.has_spread(rewards, groups, valid).tolist() == [False, False, False, False, True, True]
+  with pytest.raises(ValueError, match="one length"):
+    advantages.has_spread(rewards, groups[:5], valid)
+
+
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [0.7], [0.7, NAN], [NAN, NAN], []])
 def test_reward_scale_without_spread_is_one(rewards):
   # Not 1e-6, nor the rounding residue of seven times 0.1: the KL would be multiplied by a million.

@@ -39,3 +39,12 @@ def test_rows_left_out_of_the_loss_have_no_mask():
   batch = batching.assemble(ones, np.array([1, 2]), ones, two, np.zeros((2, 2)), np.ones(2), np.array([True, False]))
   assert batch.mask.tolist() == [[True, True], [False, False]]
   assert batch.real.all()
+
+
+def test_rewards_are_there_when_they_are_given():
+  ones, two = np.ones((2, 2), np.int32), np.array([2, 2])
+  rows = (ones, np.array([1, 2]), ones, two, np.zeros((2, 2)), np.zeros(2), np.array([True, False]))
+  assert batching.assemble(*rows).rewards is None
+  rewards = batching.assemble(*rows, np.array([0.5, np.nan])).rewards  # of the row that is not trained on, too
+  assert rewards.dtype == np.float32
+  np.testing.assert_array_equal(rewards, [0.5, np.nan])
