@@ -21,8 +21,11 @@ ALGORITHMS = {
   "grpo": {"advantage": "group_normalized", "policy_loss": "ppo_clip", "aggregation": "token_mean"},
   "dr_grpo": {"advantage": "group_centred", "policy_loss": "ppo_clip", "aggregation": "fixed_length", "clip_high": 0.2},
   "dapo": {
-    **{"advantage": "group_normalized", "policy_loss": "ppo_clip", "aggregation": "token_mean"},
-    **{"dynamic_sampling": True, "overlong_share": 0.2},
+    "advantage": "group_normalized",
+    "policy_loss": "ppo_clip",
+    "aggregation": "token_mean",
+    "dynamic_sampling": True,
+    "overlong_share": 0.2,
   },
   "rloo": {"advantage": "leave_one_out", "policy_loss": "reinforce", "aggregation": "sequence_sum"},
   "reinforce": {"advantage": "reward_to_go", "policy_loss": "reinforce", "aggregation": "sequence_sum"},
@@ -75,7 +78,7 @@ class RunConfig:
   grading_workers: int = _field(0, "Task math: grading processes; 0: one per core, at most 8.")
   grading_seconds: float = _field(5.0, "Task math: time limit of one comparison.")
 
-  algorithm: str = _field("grpo", "Preset of the eight flags that name it below.", tuple(ALGORITHMS))
+  algorithm: str = _field("grpo", "Preset of the flags below that name it; each has precedence over it.", tuple(ALGORITHMS))
   advantage: str | None = _field(None, "How rewards become advantages. Default: the algorithm's.", ADVANTAGES)
   policy_loss: str | None = _field(None, "Policy loss of a token. Default: the algorithm's.", tuple(CLIPS))
   aggregation: str | None = _field(None, "How per-token losses become one number. Default: the algorithm's.", losses.AGGREGATIONS)
@@ -83,7 +86,7 @@ class RunConfig:
     None, "Lower clip ε: the ratio is bounded at 1 − ε. Default: the algorithm's, or that of a policy loss set by hand."
   )
   clip_high: float | None = _field(None, "Upper clip ε: the ratio is bounded at 1 + ε. Default: like clip_low.")
-  mini_batches: int | None = _field(None, "Optimizer updates per epoch. Default: 2; 1 with policy loss reinforce. Of the algorithm.")
+  mini_batches: int | None = _field(None, "Optimizer updates per epoch. Default: 2; 1 with policy loss reinforce.")
   dynamic_sampling: bool | None = _field(
     None, "Replace groups whose scores are all equal by other prompts, whole groups only. Default: the algorithm's."
   )
@@ -132,7 +135,7 @@ class RunConfig:
   decay_steps: int = _field(0, "Step at which a cosine or linear schedule ends, the warm-up included.")
   adam_b1: float = _field(0.9, "AdamW: weight kept of the first moment.")
   adam_b2: float = _field(0.999, "AdamW: weight kept of the second moment.")
-  adam_mu_dtype: str = _field("float32", "AdamW: what the first moment is stored in.", ("float32", "bfloat16"))
+  adam_mu_dtype: str = _field("float32", "AdamW: what the first moment is stored in.", optim.MU_DTYPES)
   weight_decay: float = _field(0.01, "AdamW: decoupled weight decay; norms and biases don't decay.")
   clip_norm: float = _field(1.0, "Largest global gradient norm.")
   micro_batch: int = _field(0, "Rows per device and forward; 0: a whole mini-batch.")
@@ -200,14 +203,14 @@ class RunConfig:
       raise ValueError(f"--{name}={value} is unknown.{hint} Use one of {', '.join(choices)}.")
 
   def _fill_in(self) -> None:
-    """Replaces None by what the algorithm, or the policy loss, gives. A bound that the policy loss has no use for stays None."""
+    """Replaces None by what the algorithm gives, but for the bounds of another policy loss than its own, and reinforce, which has none."""
     preset = ALGORITHMS[self.algorithm]
-    clips = CLIPS.get(self.policy_loss or preset["policy_loss"], {})
-    if self.policy_loss in (None, preset["policy_loss"]):
-      clips = clips | {name: preset[name] for name in ("clip_low", "clip_high") if name in preset}
-    updates = {"mini_batches": 1 if (self.policy_loss or preset["policy_loss"]) == "reinforce" else 2}
-    for name, value in ({"dynamic_sampling": False, "overlong_share": 0.0} | updates | preset | clips).items():
-      if getattr(self, name) is None and (name not in ("clip_low", "clip_high") or name in clips):
+    loss = self.policy_loss or preset["policy_loss"]
+    if loss != preset["policy_loss"]:
+      preset = {name: value for name, value in preset.items() if name not in ("clip_low", "clip_high")}
+    values = {"dynamic_sampling": False, "overlong_share": 0.0, "mini_batches": 1 if loss == "reinforce" else 2}
+    for name, value in (values | CLIPS.get(loss, {}) | preset).items():
+      if getattr(self, name) is None:
         object.__setattr__(self, name, value)
 
   def _require(self, name: str, holds: bool, text: str) -> None:
@@ -293,6 +296,11 @@ class RunConfig:
     return self.epochs * self.mini_batches
 
   @property
+  def on_policy(self) -> bool:
+    """Whether the policy that is updated is its own old policy."""
+    return self.updates == 1 and self.old_logp == "trainer"
+
+  @property
   def kl_in_reward(self) -> bool:
     """Whether the KL is part of the advantages."""
     return self.kl_placement == "reward" and self.kl_coef > 0
@@ -354,6 +362,8 @@ _USED_ONLY_IF = (
   (("warmup_accuracy", "warmup_learning_rate", "warmup_batch"), lambda c: c.warmup_steps > 0, "with --warmup_steps=0"),
   (("chat_template",), lambda c: c.model_path, "without --model_path"),
   (("dual_clip",), lambda c: c.policy_loss == "ppo_clip", "unless --policy_loss=ppo_clip"),
+  (("dual_clip",), lambda c: not c.on_policy, "with one update per RL step, in which every ratio is 1"),
+  (("value_clip",), lambda c: c.updates > 1, "with one update per RL step, before which no value has moved"),
   (("old_logp",), lambda c: c.policy_loss != "reinforce", "with --policy_loss=reinforce, which reads no old log-probabilities"),
   (("tis_cap", "tis_sequence_bound"), lambda c: c.old_logp == "trainer", "with --old_logp=sampler, which leaves nothing to correct"),
   (("max_refills",), lambda c: c.dynamic_sampling, "without --dynamic_sampling"),
@@ -364,6 +374,7 @@ _USED_ONLY_IF = (
   (("lr_unit",), lambda c: c.lr_warmup_steps or c.decay_steps, "without --lr_warmup_steps or --decay_steps"),
   (("decay_steps",), lambda c: c.lr_schedule != "constant", "with --lr_schedule=constant"),
   (("kl_iw_low", "kl_iw_high", "kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl_coef > 0, "with --kl_coef=0"),
+  (("kl_iw_low", "kl_iw_high"), lambda c: not (c.tis_cap and (c.on_policy or c.kl_in_reward)), "with --tis_cap here: every weight is 1"),
   (("kl_placement", "kl_target"), lambda c: c.kl_coef > 0, "with --kl_coef=0"),
   (("kl_gain",), lambda c: c.kl_target > 0, "without --kl_target"),
   (("kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl in KL_TOPK, "unless --kl is a top-k estimator"),

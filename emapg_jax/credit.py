@@ -140,7 +140,7 @@ def kl_to_go(own: jax.Array, later: jax.Array, mask: jax.Array) -> jax.Array:
   return _backwards(step, jnp.zeros(own.shape[:1], own.dtype), (own, later, mask))
 
 
-def as_given(batch: RolloutBatch, own: jax.Array, later: jax.Array, hyper: Hyper) -> tuple[jax.Array, None]:
+def response_advantages(batch: RolloutBatch, own: jax.Array, later: jax.Array, hyper: Hyper) -> tuple[jax.Array, None]:
   """Advantages of whole responses, with the KL in the reward: `advantages_t − kl_coef · kl_to_go_t`; no returns.
 
   Value: 0 at masked positions. Gradient: none.
@@ -153,7 +153,9 @@ def as_given(batch: RolloutBatch, own: jax.Array, later: jax.Array, hyper: Hyper
   return _less_kl(batch.advantages, kl_to_go(own, later, batch.mask), batch, hyper), None
 
 
-def over_baseline(batch: RolloutBatch, own: jax.Array, later: jax.Array, hyper: Hyper, *, discount: float) -> tuple[jax.Array, None]:
+def reward_to_go_advantages(
+  batch: RolloutBatch, own: jax.Array, later: jax.Array, hyper: Hyper, *, discount: float
+) -> tuple[jax.Array, None]:
   """The advantages of REINFORCE: `reward_to_go_t − baseline − kl_coef · kl_to_go_t`, the KL undiscounted; no returns.
 
   Value: 0 at masked positions; a baseline that depends on earlier RL steps alone changes no expectation. Gradient: none.
@@ -170,7 +172,7 @@ def over_baseline(batch: RolloutBatch, own: jax.Array, later: jax.Array, hyper: 
   return _less_kl(returns - hyper.baseline, kl_to_go(own, later, batch.mask), batch, hyper), None
 
 
-def over_values(
+def gae_advantages(
   batch: RolloutBatch, own: jax.Array, later: jax.Array, hyper: Hyper, *, discount: float, gae_lambda: float
 ) -> tuple[jax.Array, jax.Array]:
   """The advantages of PPO with a critic, and its returns: `gae` of the score at the last token and of −kl_coef · later at every token.

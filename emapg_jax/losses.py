@@ -3,7 +3,7 @@
 Losses are unreduced, one number per token, and are to be minimised. What lies at masked positions must be replaced by `masking.clean`
 before it gets here; only `gspo` and `aggregate` know the mask.
 
-A `PolicyLoss` is any of them in one call shape, `(logp, old_logp, advantages, mask) -> (loss, PPOAux)`, with its bounds bound:
+A `PolicyLoss` is any of them in one call shape, `(logp, old_logp, advantages, mask) -> (loss, PolicyAux)`, with its bounds bound:
 
   ppo_clip   token_level(functools.partial(ppo_clip, clip_low=0.2, clip_high=0.28))
   cispo      token_level(functools.partial(cispo, clip_low=1.0, clip_high=4.0))
@@ -24,7 +24,7 @@ from emapg_jax.types import Weighted
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 
 
-class PPOAux(NamedTuple):
+class PolicyAux(NamedTuple):
   """What a policy loss did with each token; carries no gradient. A token of advantage 0 counts as not clipped."""
 
   ratio: jax.Array  # [...], exp(logp − old_logp), for gspo that of the sequence; before any bound
@@ -33,14 +33,14 @@ class PPOAux(NamedTuple):
   dual_clipped: jax.Array  # bool [...], dual_clip stands in for the ratio
 
 
-TokenLoss = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, PPOAux]]  # (logp, old_logp, advantages)
-PolicyLoss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PPOAux]]  # (logp, old_logp, advantages, mask)
+TokenLoss = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, PolicyAux]]  # (logp, old_logp, advantages)
+PolicyLoss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, PolicyAux]]  # (logp, old_logp, advantages, mask)
 
 
 def token_level(loss: TokenLoss) -> PolicyLoss:
   """The call shape of a PolicyLoss for a loss that sees each token alone, and so has no use for the mask."""
 
-  def policy_loss(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array) -> tuple[jax.Array, PPOAux]:
+  def policy_loss(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array) -> tuple[jax.Array, PolicyAux]:
     del mask
     return loss(logp, old_logp, advantages)
 
@@ -54,7 +54,7 @@ def ppo_clip(
   clip_low: float = 0.2,
   clip_high: float = 0.28,
   dual_clip: float | None = None,
-) -> tuple[jax.Array, PPOAux]:
+) -> tuple[jax.Array, PolicyAux]:
   """The clipped surrogate loss of PPO and GRPO, with one bound for each side and an optional third for negative advantages.
 
     ratio = exp(logp − old_logp)
@@ -74,7 +74,7 @@ def ppo_clip(
     dual_clip: largest ratio for negative advantages, above 1; None for no such bound.
 
   Returns:
-    The loss [...] and PPOAux.
+    The loss [...] and PolicyAux.
 
   Raises:
     ValueError: a bound out of its range.
@@ -101,7 +101,7 @@ def ppo_clip(
   bounded = jnp.where(clipped_low, 1 - clip_low, jnp.where(clipped_high, 1 + clip_high, bounded))
   if dual_clip is not None:
     bounded = jnp.where(dual_clipped, dual_clip, bounded)
-  return -advantages * bounded, PPOAux(ratio, clipped_low, clipped_high, dual_clipped)
+  return -advantages * bounded, PolicyAux(ratio, clipped_low, clipped_high, dual_clipped)
 
 
 def reinforce(logp: jax.Array, advantages: jax.Array) -> jax.Array:
@@ -121,15 +121,15 @@ def reinforce(logp: jax.Array, advantages: jax.Array) -> jax.Array:
   return -lax.stop_gradient(advantages) * logp
 
 
-def reinforce_with_aux(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array) -> tuple[jax.Array, PPOAux]:
+def reinforce_with_aux(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array) -> tuple[jax.Array, PolicyAux]:
   """`reinforce` in the call shape of a PolicyLoss: old_logp is read for the reported ratio alone, the mask not at all."""
   del mask
   ratio = lax.stop_gradient(jnp.exp(logp - old_logp))
   never = jnp.zeros_like(ratio, bool)
-  return reinforce(logp, advantages), PPOAux(ratio, never, never, never)
+  return reinforce(logp, advantages), PolicyAux(ratio, never, never, never)
 
 
-def cispo(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float) -> tuple[jax.Array, PPOAux]:
+def cispo(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float) -> tuple[jax.Array, PolicyAux]:
   """The loss of CISPO: `reinforce` with a bounded importance weight, so that no token loses its gradient.
 
     ratio = exp(logp − old_logp)
@@ -147,7 +147,7 @@ def cispo(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low:
     clip_high: distance of the upper bound from 1, at least 0.
 
   Returns:
-    The loss [...] and PPOAux, whose clipped_* say that the weight was bounded.
+    The loss [...] and PolicyAux, whose clipped_* say that the weight was bounded.
 
   Raises:
     ValueError: a bound out of its range.
@@ -163,12 +163,12 @@ def cispo(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low:
   # By where, and not jnp.clip, so that a token of advantage 0 has weight 0 whatever its ratio: 0 times infinity is NaN.
   weight = jnp.where(clipped_low, 1 - clip_low, jnp.where(clipped_high, 1 + clip_high, jnp.where(active, ratio, 0)))
   loss = -weight * advantages * jnp.where(active, logp, 0)
-  return loss, PPOAux(ratio, clipped_low, clipped_high, jnp.zeros_like(clipped_low))
+  return loss, PolicyAux(ratio, clipped_low, clipped_high, jnp.zeros_like(clipped_low))
 
 
 def gspo(
   logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, mask: jax.Array, clip_low: float, clip_high: float
-) -> tuple[jax.Array, PPOAux]:
+) -> tuple[jax.Array, PolicyAux]:
   """The loss of GSPO-token: the clipped surrogate at the ratio of the whole sequence, a geometric mean over its trained tokens.
 
     s = exp(Σ_t mask · (logp − old_logp) / Σ_t mask)                one per row
@@ -189,7 +189,7 @@ def gspo(
     clip_high: distance of the upper bound from 1, at least 0; 4e-4 in the paper.
 
   Returns:
-    The loss [..., T] and PPOAux, whose ratio is s, 1 in a row without trained tokens.
+    The loss [..., T] and PolicyAux, whose ratio is s, 1 in a row without trained tokens.
 
   Raises:
     ValueError: a bound out of its range, or arrays that differ in shape.
@@ -199,7 +199,7 @@ def gspo(
   _check_bounds("gspo", clip_low, clip_high)
   logp, old_logp, advantages = masking.clean(mask, logp, old_logp, advantages)
   current = lax.stop_gradient(logp)
-  mean = masking.masked_sum(current - lax.stop_gradient(old_logp), mask, axis=-1) / jnp.maximum(masking.masked_count(mask, axis=-1), 1)
+  mean = _row_mean(current - lax.stop_gradient(old_logp), mask)
   # ppo_clip's log-ratio: the difference has value 0 and the gradient of the token.
   log_ratio = mean[..., None].astype(logp.dtype) + (logp - current)
   return ppo_clip(log_ratio, jnp.zeros_like(log_ratio), advantages, clip_low, clip_high)
@@ -236,7 +236,7 @@ def truncated_weight(old_logp: jax.Array, sampling_logp: jax.Array, cap: float) 
 def within_sequence_ratio(old_logp: jax.Array, sampling_logp: jax.Array, mask: jax.Array, bound: float) -> jax.Array:
   """Which sequences the trainer and the sampler agree on: `1 / bound ≤ exp(mean_t(old_logp − sampling_logp)) ≤ bound`.
 
-  A sequence beyond it is to be left out of the loss as a whole: numerator and denominator.
+  A sequence beyond it is to be left out of the loss as a whole: numerator and denominator (but that of fixed_length counts all real rows).
 
   Args:
     old_logp: [..., T], nats, the policy at the start of the RL step as the trainer scores it.
@@ -252,8 +252,7 @@ def within_sequence_ratio(old_logp: jax.Array, sampling_logp: jax.Array, mask: j
   """
   if bound < 1:
     raise ValueError(f"within_sequence_ratio got bound={bound}, which must be at least 1: below it, nothing lies in [1 / bound, bound].")
-  log_ratio = masking.clean(mask, lax.stop_gradient(old_logp - sampling_logp))
-  mean = masking.masked_sum(log_ratio, mask, axis=-1) / jnp.maximum(masking.masked_count(mask, axis=-1), 1)
+  mean = _row_mean(lax.stop_gradient(old_logp - sampling_logp), mask)
   return jnp.abs(mean) <= jnp.log(bound)
 
 
@@ -341,13 +340,17 @@ def aggregate(
         f"{'no' if real is None else 'a'} `real` and max_new_tokens={max_new_tokens}. Pass a bool per row and a positive length."
       )
     return Weighted(masking.masked_sum(per_token, mask), masking.masked_count(real) * max_new_tokens)
-  rows = masking.masked_sum(per_token, mask, axis=-1)
-  lengths = masking.masked_count(mask, axis=-1)
   if mode == "sequence_sum":
-    return masking.masked_mean(rows, lengths > 0)
+    return masking.masked_mean(masking.masked_sum(per_token, mask, axis=-1), jnp.any(mask, axis=-1))
   if mode == "sequence_mean":
-    return masking.masked_mean(rows / jnp.maximum(lengths, 1).astype(rows.dtype), lengths > 0)
+    return masking.masked_mean(_row_mean(per_token, mask), jnp.any(mask, axis=-1))
   raise ValueError(f"Aggregation {mode!r} is unknown. Use one of {', '.join(AGGREGATIONS)}.")
+
+
+def _row_mean(x, mask):
+  """The mean over what the mask keeps of each row; 0 in a row without any."""
+  rows = masking.masked_sum(x, mask, axis=-1)
+  return rows / jnp.maximum(masking.masked_count(mask, axis=-1), 1).astype(rows.dtype)
 
 
 def _check_bounds(name, clip_low, clip_high):

@@ -132,8 +132,10 @@ def kl_terms(
   return head + tail, metrics
 
 
-def credit_step(batch: RolloutBatch, stats: TokenStats | None, hyper: Hyper, *, config: StepConfig) -> tuple[RolloutBatch, Metrics]:
-  """The batch with the advantage of each token and, for a critic, its returns; and the KL's metrics where the KL is in the reward.
+def credit_step(
+  batch: RolloutBatch, stats: TokenStats | None, hyper: Hyper, *, config: StepConfig
+) -> tuple[tuple[jax.Array, jax.Array | None], Metrics]:
+  """The advantage of each token [B, T] and, for a critic, its return; and the KL's metrics where the KL is in the reward.
 
   Args:
     batch: with old_logp, topk_ids and the anchor's statistics; with rewards or old_values where `config.credit` reads them.
@@ -147,8 +149,7 @@ def credit_step(batch: RolloutBatch, stats: TokenStats | None, hyper: Hyper, *, 
     weight, mask, _ = tis_weight(clean, config)
     later, metrics = kl_terms(stats, clean, in_topk, weight, mask, config)
     own = k1(stats.logp, clean.ref_logp)
-  advantages, returns = config.credit(batch, own, later, hyper)
-  return batch.replace(advantages=advantages, returns=returns), metrics
+  return config.credit(batch, own, later, hyper), metrics
 
 
 def policy_kl(stats: TokenStats, ref: TokenStats, batch: RolloutBatch) -> Weighted:

@@ -1,7 +1,6 @@
 """What is compiled into an RL step, and the shapes of the functions that are bound to it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -17,7 +16,7 @@ KL = Callable[[TokenStats, RolloutBatch, jax.Array], tuple[jax.Array, jax.Array,
 Credit = Callable[[RolloutBatch, jax.Array, jax.Array, Hyper], tuple[jax.Array, jax.Array | None]]
 Metrics = dict[str, Weighted | Max]
 
-PPO_CLIP = losses.token_level(functools.partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28))
+PPO_CLIP = losses.token_level(losses.ppo_clip)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ def _loss(
     "policy_loss": mean(per_token),
     "entropy": mean(stats.entropy),
     "ratio": mean(aux.ratio),
-    "ratio_max": Max(jnp.max(jnp.where(mask, aux.ratio, 0.0))),
+    "ratio_max": _largest(aux.ratio, mask),
     "clip_fraction_low": mean(aux.clipped_low),
     "clip_fraction_high": mean(aux.clipped_high),
     "clip_fraction_dual": mean(aux.dual_clipped),
@@ -79,6 +79,10 @@ def _loss(
   return summed, (total.weight, jax.lax.stop_gradient(metrics))
 
 
+def _largest(x: jax.Array, mask: jax.Array) -> Max:
+  return Max(jnp.max(jnp.where(mask, x, -jnp.inf)))
+
+
 def _mismatch(logp: jax.Array, batch: RolloutBatch, first: jax.Array, config: StepConfig) -> Metrics:
   """How far trainer and sampler disagree on one policy, the one at the start of the RL step: the noise floor of every KL here."""
   old_logp, mask = batch.old_logp, batch.mask
@@ -87,7 +91,7 @@ def _mismatch(logp: jax.Array, batch: RolloutBatch, first: jax.Array, config: St
   ratio = jnp.exp(old_logp - batch.sampling_logp)
   return {
     "sampler_ratio": masking.masked_mean(ratio, mask),
-    "sampler_ratio_max": Max(jnp.max(jnp.where(mask, ratio, 0.0))),
+    "sampler_ratio_max": _largest(ratio, mask),
     "sampler_kl": masking.masked_mean(k3(batch.sampling_logp, old_logp), mask),
   }
 
@@ -106,14 +110,16 @@ def _batch_metrics(batch: RolloutBatch) -> Metrics:
   metrics = {
     "advantage_mean": Weighted(mean * one, one),
     "advantage_std": Weighted(jnp.sqrt(variance) * one, one),
-    "advantage_max": Max(jnp.max(jnp.abs(advantages))),
+    "advantage_max": _largest(jnp.abs(advantages), batch.mask),
   }
   if batch.old_values is not None:
     values, returns = masking.clean(batch.mask, batch.old_values, batch.returns)
     unexplained, spread = moments(returns - values)[1], moments(returns)[1]
-    known = (spread > 0).astype(jnp.float32)
+    # By comparison: the computed variance of equal numbers is rounding, and dividing by that gives anything.
+    known = _largest(returns, batch.mask).value > -_largest(-returns, batch.mask).value
+    explained = jnp.where(known, 1 - unexplained / jnp.where(known, spread, 1.0), 0.0)
     metrics["value_mean"] = masking.masked_mean(values, batch.mask)
-    metrics["explained_variance"] = Weighted((1 - unexplained / jnp.where(spread > 0, spread, 1.0)) * known, known)
+    metrics["explained_variance"] = Weighted(explained, known.astype(jnp.float32))
   return metrics
 
 
@@ -126,17 +132,17 @@ def merge(stacked: Metrics) -> Metrics:
   return {name: one(metric) for name, metric in stacked.items()}
 
 
-def _gradient(params, frozen, batch, rows, hyper, first, grad_fn, constrain):
-  """The gradient, in float32 at least, of the loss of one mini-batch (rows [micro-batches, micro_batch]), divided once; its metrics."""
+def _gradient(grad_fn: Callable, params: PyTree, frozen: PyTree, batch: RolloutBatch, indices: jax.Array, hyper: Hyper, first, constrain):
+  """The gradient, in float32 at least, of the loss of one mini-batch, indices [micro-batches, micro_batch], divided once; its metrics."""
 
-  def micro_step(carry, rows):
-    micro = constrain(jax.tree.map(lambda x: x[rows], batch))
+  def micro_step(carry, indices):
+    micro = constrain(jax.tree.map(lambda x: x[indices], batch))
     (_, (weight, metrics)), grads = grad_fn(params, frozen, micro, hyper, first)
     grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), carry[0], grads)
     return (grads, carry[1] + weight), metrics
 
   zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, masking.wide(p.dtype)), params)
-  (grads, weight), metrics = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), rows)
+  (grads, weight), metrics = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), indices)
   return jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0).astype(g.dtype), grads), merge(metrics)
 
 
@@ -192,8 +198,8 @@ def train_step(
   scales = jnp.broadcast_to(hyper.lr_scale, (config.updates,))
 
   def update(carry, per_update):
-    (params, opt_state), (index, rows, scale) = carry, per_update
-    grads, metrics = _gradient(params, frozen, batch, rows, hyper, index == 0, grad_fn, constrain)
+    (params, opt_state), (number, indices, scale) = carry, per_update
+    grads, metrics = _gradient(grad_fn, params, frozen, batch, indices, hyper, number == 0, constrain)
     updates, next_opt_state = optimizer.update(grads, opt_state, params)
     updates = jax.tree.map(lambda u: u * scale, updates)
     norms = _norms(grads, updates)

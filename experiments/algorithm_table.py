@@ -38,6 +38,8 @@ class Config:
       raise ValueError(f"--algorithms names {', '.join(unknown)}, which is unknown. Use some of {', '.join(ALGORITHMS)}.")
     if self.seeds < 1:
       raise ValueError(f"--seeds is {self.seeds}; at least one run of each algorithm is needed. Pass 1 or more.")
+    if any((pathlib.Path(self.out) / f"{name}-{seed}").exists() for name in self.algorithms for seed in range(self.seeds)):
+      raise ValueError(f"--out={self.out} holds runs of an earlier table: choose another folder, or remove it.")
     if not pathlib.Path(self.recipe).is_file():
       raise ValueError(f"--recipe={self.recipe} is not there: give a flagfile, such as experiments/flags/one_digit.flags.")
 
@@ -63,10 +65,8 @@ def run_one(config: Config, algorithm: str, seed: int, extra: Sequence[str]) -> 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
   """One row per algorithm: scores of each seed, and their mean."""
-  head = (
-    f"| algorithm | steps | score, first {FIRST} steps | score, last {LAST} steps, each seed | mean | entropy at the end | seconds a run |"
-  )
-  lines = [head, "|" + "---|" * 7]
+  head = f"| algorithm | steps | score, first {FIRST} steps | score, last {LAST} steps, each seed | mean | entropy at the end |"
+  lines = [head, "|" + "---|" * 6]
   for algorithm, runs in results.items():
     mean = {name: np.mean([run[name] for run in runs]) for name in runs[0]}
     each = " ".join(f"{run['last']:.3f}" for run in runs)

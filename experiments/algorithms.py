@@ -33,10 +33,10 @@ def policy_loss(config: RunConfig) -> losses.PolicyLoss:
 def token_credit(config: RunConfig) -> Credit | None:
   """How a token's advantage is made from more than that of its response; None: it isn't."""
   if config.advantage == "gae":
-    return functools.partial(credit.over_values, discount=config.discount, gae_lambda=config.gae_lambda)
+    return functools.partial(credit.gae_advantages, discount=config.discount, gae_lambda=config.gae_lambda)
   if config.advantage == "reward_to_go":
-    return functools.partial(credit.over_baseline, discount=config.discount)
-  return credit.as_given if config.kl_in_reward else None
+    return functools.partial(credit.reward_to_go_advantages, discount=config.discount)
+  return credit.response_advantages if config.kl_in_reward else None
 
 
 def optimizer(config: RunConfig) -> optax.GradientTransformation:

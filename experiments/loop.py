@@ -92,7 +92,8 @@ def score_batch(
   if run.value is not None:
     batch = batch.replace(old_values=run.value(state.params["value"], (), batch))
   if run.credit is not None:
-    batch, credited = run.credit(batch, old if run.step_config.kl_in_reward else None, settings)
+    (advantages, returns), credited = run.credit(batch, old if run.step_config.kl_in_reward else None, settings)
+    batch = batch.replace(advantages=advantages, returns=returns)
     numbers |= credited
   return batch, numbers
 
@@ -124,7 +125,6 @@ def rl_step(
   state, device_metrics = run.train_step(state, (), batch, settings)
   numbers |= metrics.reduce(device_metrics | scored)
   clock.lap("update")
-  numbers |= {f"task_{name}" if name in numbers or name == "step" else name: value for name, value in counters(run.task).items()}
   numbers["learning_rate"] = config.learning_rate * float(settings.lr_scale[-1])
   if config.kl_target:
     numbers["kl_coef"] = float(settings.kl_coef)
@@ -132,6 +132,7 @@ def rl_step(
     numbers["baseline"] = float(settings.baseline)
   numbers |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
   numbers["tokens_per_second"] = float(groups.responses.length.sum()) / sum(clock.seconds.values())
+  numbers |= {f"task_{name}" if name in numbers or name == "step" else name: value for name, value in counters(run.task).items()}
   samples = rollouts.log_samples(run, groups.responses, groups.scores, "train", min(config.samples_logged, config.rows))
   return state, _next_host(run, host, numbers, stream.position), numbers, samples
 
@@ -169,7 +170,8 @@ def start(
     step = int(state.step)
     writer.truncate_after(step or -1)  # step 0 is evaluated again
     report.say(f"resumed at step {step}" + "".join(f"; {name} is now {new}, was {old}" for name, (old, new) in accepted.items()))
-    return state, dataclasses.replace(host, flags=now)
+    adapted = None if "kl_coef" in accepted or not run.config.kl_target else host.kl_coef
+    return state, dataclasses.replace(host, flags=now, kl_coef=adapted)
   if writer.last_step() > 0:
     raise ValueError(
       f"{workdir} holds the metrics of a run up to step {writer.last_step()}, but no checkpoint to resume it from. Start in another "

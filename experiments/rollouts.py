@@ -108,7 +108,7 @@ def to_batch(run: Run, groups: Groups) -> tuple[RolloutBatch, dict[str, float]]:
   scored = advantages.scored(rewards, valid)
   metrics = _metrics(responses, groups.scores, rewards, scored) | advantages.group_metrics(rewards, ids, valid, groups.scores)
   if config.overlong_share:
-    metrics["overlong_penalty"] = float(shaping.mean())
+    metrics["overlong_penalty"] = float(shaping[scored].mean()) if scored.any() else float("nan")
   if config.dynamic_sampling:
     spread = advantages.has_spread(groups.scores, ids, valid)
     metrics |= {"groups_sampled": len(ids) // config.group_size, "groups_filled": float(1 - spread[groups.kept].mean())}
@@ -179,7 +179,7 @@ def log_samples(run: Run, responses: Responses, scores: np.ndarray, kind: str, c
       "kind": kind,
       "prompt": responses.problems[i].prompt,
       "completion": responses.texts[i],
-      "reward": float(scores[i]),
+      "score": float(scores[i]),
       "extracted": extract(responses.problems[i], responses.texts[i]),
       "answer": responses.problems[i].answer,
       "tokens": int(responses.length[i]),

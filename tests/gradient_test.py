@@ -153,13 +153,13 @@ def test_truncated_importance_sampling_takes_the_place_of_the_weight(name, k):
 @pytest.mark.parametrize("name, k", cases(*KL_IN_REWARD))
 def test_kl_in_the_reward(name, k):
   """Whatever stands after the token needs the right value only, so that the published form will do."""
-  found = expected_change(name, k, kl_in_reward=True, credit=credit.as_given)
+  found = expected_change(name, k, kl_in_reward=True, credit=credit.response_advantages)
   assert_equal(found, response_gradient("reward") - KL_COEF * response_gradient("kl"))
 
 
 def own_value(batch, own, later, hyper):
   del own
-  return credit.as_given(batch, later, later, hyper)
+  return credit.response_advantages(batch, later, later, hyper)
 
 
 @pytest.mark.parametrize("name, k", cases("k3", "exact_reverse", "topk_reverse", "score_topk_reverse"))
@@ -180,7 +180,7 @@ def test_leave_one_out():
 
 
 def test_leave_one_out_with_the_kl_in_the_reward():
-  settings = {"kl_in_reward": True, "credit": credit.as_given}
+  settings = {"kl_in_reward": True, "credit": credit.response_advantages}
   found = expected_change("topk_reverse", 1, chosen=PAIRS, advantages=leave_one_out(), **settings)
   assert_equal(found, response_gradient("reward") - KL_COEF * response_gradient("kl"))
 
@@ -203,9 +203,9 @@ def test_token_mean_is_another_gradient():
   assert_other_direction(found, -position_gradient("reverse"))
 
 
-OVER_BASELINE = functools.partial(credit.over_baseline, discount=1.0)
-OVER_VALUES = functools.partial(credit.over_values, discount=1.0, gae_lambda=1.0)
-SHORT_SIGHTED = functools.partial(credit.over_values, discount=1.0, gae_lambda=0.5)
+OVER_BASELINE = functools.partial(credit.reward_to_go_advantages, discount=1.0)
+OVER_VALUES = functools.partial(credit.gae_advantages, discount=1.0, gae_lambda=1.0)
+SHORT_SIGHTED = functools.partial(credit.gae_advantages, discount=1.0, gae_lambda=0.5)
 
 
 @pytest.mark.parametrize("token_credit", [OVER_BASELINE, OVER_VALUES], ids=["reward_to_go", "gae"])

@@ -1,15 +1,18 @@
 """Eight devices give the numbers of one: the update, the scores and the sampled ids."""
 
+import dataclasses
 import functools
 
 import chex
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from emapg_jax import optim, sharding, streams
+from emapg_jax import losses, optim, sharding, streams
 from emapg_jax.rollout import sampler
-from emapg_jax.train_step import score_step, train_step
+from emapg_jax.score_step import score_step
+from emapg_jax.train_step import init_state, train_step
 from tests import tiny
 
 pytestmark = pytest.mark.multi_device
@@ -55,6 +58,36 @@ def test_training_step(spec):
   chex.assert_trees_all_close(many_metrics, one_metrics, rtol=1e-3, atol=1e-4)
   moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one.params, tiny.params())
   assert max(jax.tree.leaves(moved)) > 1e-2, "the step moved the weights by far more than the tolerance"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _toy_step(step_config, mesh, state, data, which):
+  def policy_loss(*arrays):  # one compilation for all
+    return jax.lax.switch(which, tuple(tiny.POLICY_LOSSES.values()), *arrays)
+
+  constrain = functools.partial(sharding.constrain_batch, mesh)
+  bound = {"model": tiny.toy_model, "critic": tiny.toy_critic, "optimizer": tiny.FAST_SGD, "constrain": constrain}
+  return train_step(state, (), data, tiny.hyper(), config=dataclasses.replace(step_config, policy_loss=policy_loss), **bound)
+
+
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+def test_every_policy_loss_in_float64(aggregation, x64):
+  """Loss and summed gradient, off-policy and with a critic; the weights on every device, the rows spread over them."""
+  step_config = tiny.off_policy_config(aggregation)
+  before = tiny.toy_params(critic=True)
+  for which, name in enumerate(tiny.POLICY_LOSSES):
+    found = []
+    for devices in (1, 8):
+      mesh = sharding.make_mesh("data:-1", jax.devices()[:devices])
+      state = jax.device_put(init_state(before, tiny.FAST_SGD, False), NamedSharding(mesh, PartitionSpec()))
+      data = jax.device_put(jax.device_get(tiny.toy_batch(rows=16)), sharding.batch_sharding(mesh))
+      after, metrics = jax.device_get(_toy_step(step_config, mesh, state, data, which))
+      assert metrics["bad_updates"].sum == 0
+      found.append((tiny.change(before, after.params), tiny.values(metrics)))
+    (one, one_metrics), (many, many_metrics) = found
+    tiny.assert_same_gradient(many, one, rtol=1e-12)
+    for key in ("loss", "value_loss"):
+      assert many_metrics[key] == pytest.approx(one_metrics[key], rel=1e-12, abs=1e-12), (name, key)
 
 
 @pytest.mark.parametrize("spec", ["data:8", "data:2,fsdp:2,tensor:2"])

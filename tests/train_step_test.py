@@ -11,63 +11,33 @@ import optax
 import pytest
 
 from emapg_jax import optim
-from emapg_jax.train_step import check_divides, score_step
-from emapg_jax.types import Max
+from emapg_jax.score_step import score_step
+from emapg_jax.step_config import check_divides
+from emapg_jax.train_step import init_state
 from experiments.estimators import ESTIMATORS
 from tests import tiny
-
-MODES = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
-
-
-def values(metrics):
-  return {k: float(m.value) if isinstance(m, Max) else float(m.sum / jnp.maximum(m.weight, 1)) for k, m in metrics.items()}
-
-
-def assert_same_gradient(found, expected):
-  """Equal to float32 rounding: relative to the largest entry, as the summands are."""
-  largest = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(expected))
-  chex.assert_trees_all_close(found, expected, atol=2e-6 * largest, rtol=1e-6)
+from tests.tiny import assert_same_gradient, values
 
 
 @functools.cache
-def reference(mode="token_mean"):
-  return tiny.gradient(tiny.batch(), tiny.config(aggregation=mode))
+def reference():
+  return tiny.gradient(tiny.batch(), tiny.config())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
-def test_micro_batch_size_changes_nothing(micro_batch, mode):
-  grads, metrics = tiny.gradient(tiny.batch(), tiny.config(micro_batch=micro_batch, aggregation=mode))
-  assert_same_gradient(grads, reference(mode)[0])
-  found, expected = values(metrics), values(reference(mode)[1])
+def count(opt_state):
+  return int(next(leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if "count" in jax.tree_util.keystr(path)))
+
+
+def test_what_changes_nothing_of_the_decoder():
+  """invariance_test says the same of each loss, on a simpler model: here attention must not see the padding either."""
+  order = np.random.default_rng(1).permutation(tiny.ROWS)
+  data = jax.tree.map(lambda x: x[order], tiny.batch(extra_columns=9))
+  grads, metrics = tiny.gradient(data, tiny.config(micro_batch=2))
+  assert_same_gradient(grads, reference()[0])
+  found, expected = values(metrics), values(reference()[1])
   assert found.keys() == expected.keys()
   for name in expected:
     assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
-
-
-def test_row_order_changes_nothing():
-  order = np.random.default_rng(1).permutation(tiny.ROWS)
-  grads, _ = tiny.gradient(jax.tree.map(lambda x: x[order], tiny.batch()))
-  assert_same_gradient(grads, reference()[0])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_padding_columns_change_nothing(mode):
-  grads, _ = tiny.gradient(tiny.batch(extra_columns=9), tiny.config(aggregation=mode))
-  assert_same_gradient(grads, reference(mode)[0])
-
-
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
-def test_garbage_at_masked_positions_changes_nothing(garbage):
-  data = tiny.batch()
-  hide = {
-    name: jnp.where(data.mask.reshape(data.mask.shape + (1,) * (x.ndim - 2)), x, garbage)
-    for name, x in vars(data).items()
-    if name in ("advantages", "sampling_logp", "old_logp", "ref_logp", "ref_logp_topk", "ref_log_tail")
-  }
-  grads, metrics = tiny.gradient(data.replace(**hide))
-  chex.assert_trees_all_equal(grads, reference()[0])
-  assert values(metrics) == values(reference()[1])
 
 
 def test_on_policy_ratio_is_one_with_a_gradient():
@@ -130,49 +100,49 @@ def test_kl_gradient_with_all_ids_against_an_independent_formula():
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_every_estimator_runs_and_reports(name):
-  grads, metrics = tiny.gradient(tiny.batch(), tiny.config(kl=ESTIMATORS[name]))
-  assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+  grads, metrics = tiny.toy_gradient(tiny.toy_batch(), tiny.config(kl=ESTIMATORS[name]))
+  chex.assert_tree_all_finite(grads)
   assert np.isfinite(values(metrics)["kl"])
-  without, _ = tiny.gradient(tiny.batch(), tiny.config(kl=ESTIMATORS[name]), kl_coef=0.0)
+  without, _ = tiny.toy_gradient(tiny.toy_batch(), tiny.config(kl=ESTIMATORS[name]), kl_coef=0.0)
   difference = optax.tree.norm(jax.tree.map(lambda a, b: a - b, grads, without))
   assert difference > 1e-5, "the KL has a gradient"
 
 
+def test_the_kl_in_the_reward_is_not_in_the_loss_too():
+  grads, metrics = tiny.toy_gradient(tiny.toy_batch(), tiny.config(kl_in_reward=True))
+  chex.assert_trees_all_equal(grads, tiny.toy_gradient(tiny.toy_batch(), tiny.config(kl=None))[0])
+  assert not any(name.startswith("kl") for name in metrics)
+
+
 def test_kl_weight_bounds_act():
-  data = tiny.batch()
+  data = tiny.toy_batch(spread=0.0)
   shifted = data.replace(sampling_logp=data.sampling_logp - 0.5)  # every weight is e^0.5 = 1.65
-  _, metrics = tiny.gradient(shifted, tiny.config(kl_iw_high=1.2))
+  _, metrics = tiny.toy_gradient(shifted, tiny.config(kl_iw_high=1.2))
   found = values(metrics)
   assert found["kl_weight"] == pytest.approx(1.2, rel=1e-5)
   assert found["kl_weight_clipped"] == 1
-  assert values(tiny.gradient(shifted)[1])["kl_weight"] == pytest.approx(np.exp(0.5), rel=1e-5)
-
-
-def test_all_masked_batch_trains_nothing():
-  data = tiny.batch()
-  grads, metrics = tiny.gradient(data.replace(mask=jnp.zeros_like(data.mask)))
-  assert all(np.all(np.asarray(g) == 0) for g in jax.tree.leaves(grads))
-  assert values(metrics)["bad_updates"] == 0
+  assert values(tiny.toy_gradient(shifted)[1])["kl_weight"] == pytest.approx(np.exp(0.5), rel=1e-5)
 
 
 def test_bad_mini_batch_is_skipped_and_counted():
   """One of two mini-batches has an infinite advantage: its update is left out, the other's is kept, and the step goes on."""
-  data = tiny.batch()
-  optimizer = optim.make_optimizer(1e-2)
-  row = int(np.argmax(np.asarray(data.mask).sum(1)))
-  bad = data.replace(advantages=data.advantages.at[row].set(jnp.inf))
-  step = tiny.step_fn(tiny.config(mini_batches=2, micro_batch=4), optimizer)
-  after, metrics = step(tiny.state(optimizer), (), bad, tiny.hyper())
+  data, optimizer = tiny.toy_batch(), adamw()
+  bad = data.replace(advantages=data.advantages.at[2].set(jnp.inf))
+  two = tiny.config(mini_batches=2, micro_batch=4)
+  before = init_state(tiny.toy_params(), optimizer, True)
+  after, metrics = tiny.toy_step(before, bad, two, optimizer)
   assert float(metrics["bad_updates"].sum) == 1
   assert int(after.step) == 1
-  assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(after))
-  count = next(leaf for path, leaf in jax.tree_util.tree_leaves_with_path(after.opt_state) if "count" in jax.tree_util.keystr(path))
-  assert int(count) == 1
+  chex.assert_tree_all_finite(after)
+  assert count(after.opt_state) == 1
   # And with nothing but bad updates, nothing but the step moves.
-  before = tiny.state(optimizer)
-  after, _ = step(tiny.state(optimizer), (), data.replace(advantages=jnp.full_like(data.advantages, jnp.inf)), tiny.hyper(ema_decay=1.0))
-  chex.assert_trees_all_equal(after.params, before.params)
-  chex.assert_trees_all_equal(after.opt_state, before.opt_state)
+  after, _ = tiny.toy_step(before, data.replace(advantages=jnp.full_like(data.advantages, jnp.inf)), two, optimizer, ema_decay=1.0)
+  chex.assert_trees_all_equal((after.params, after.opt_state), (before.params, before.opt_state))
+
+
+@functools.cache
+def adamw():
+  return optim.make_optimizer(1e-2)
 
 
 def test_an_update_that_is_not_finite_is_skipped_too():
@@ -205,16 +175,119 @@ def test_learning_rate_scale():
   chex.assert_trees_all_close(jax.tree.map(lambda g: g * 0.5, full), half, atol=1e-7)
 
 
-def test_mini_batches_are_updates_in_an_order_that_depends_on_the_step():
-  data = tiny.batch()
-  two = tiny.step_fn(tiny.config(mini_batches=2, micro_batch=2), optim.make_optimizer(1e-2))
-  state = tiny.state(optim.make_optimizer(1e-2))
-  first, _ = two(state, (), data, tiny.hyper())
-  later, _ = two(tiny.state(optim.make_optimizer(1e-2)).replace(step=jnp.int32(5)), (), data, tiny.hyper())
-  count = next(leaf for path, leaf in jax.tree_util.tree_leaves_with_path(first.opt_state) if "count" in jax.tree_util.keystr(path))
-  assert int(count) == 2
-  difference = optax.tree.norm(jax.tree.map(lambda a, b: a - b, first.params, later.params))
-  assert difference > 1e-5, "other rows came first"
+def recorder(updates):
+  """An optimizer that moves nothing and keeps the gradient of each update of an RL step."""
+
+  def init(params):
+    return jnp.int32(0), jax.tree.map(lambda p: jnp.zeros((updates, *p.shape)), params)
+
+  def update(grads, state, params):
+    del params
+    count, kept = state
+    kept = jax.tree.map(lambda k, g: k.at[count].set(g), kept, grads)
+    return jax.tree.map(jnp.zeros_like, grads), (count + 1, kept)
+
+  return optax.GradientTransformation(init, update)
+
+
+@functools.cache
+def recorded(mini_batches, epochs=1, step=0):
+  """The gradients [updates, ...] of an RL step at the weights before it; their sums are divided by one number, tokens or not."""
+  optimizer = recorder(mini_batches * epochs)
+  step_config = tiny.config(mini_batches=mini_batches, epochs=epochs, micro_batch=2, aggregation="fixed_length")
+  state = init_state(tiny.toy_params(), optimizer, True).replace(step=jnp.int32(step))
+  after, _ = tiny.toy_step(state, tiny.toy_batch(), step_config, optimizer)
+  assert int(after.opt_state[0]) == mini_batches * epochs
+  return np.concatenate([np.reshape(g, (mini_batches * epochs, -1)) for g in jax.tree.leaves(after.opt_state[1])], axis=1)
+
+
+def test_an_epoch_is_a_pass_over_all_rows_in_an_order_of_its_own():
+  first, second = np.split(recorded(2, epochs=2), 2)
+  for epoch in (first, second):
+    np.testing.assert_allclose(epoch.sum(0), recorded(4).sum(0) / 2, atol=1e-6)
+    assert np.abs(epoch[0] - epoch[1]).max() > 1e-3
+  assert min(np.abs(first[0] - second[i]).max() for i in (0, 1)) > 1e-3, "other rows came together"
+  np.testing.assert_allclose(first, recorded(2), atol=1e-6)
+  later = recorded(2, epochs=2, step=5)
+  assert min(np.abs(first[0] - later[i]).max() for i in range(4)) > 1e-3, "the order depends on the step"
+
+
+def test_each_update_has_its_learning_rate():
+  gradients = recorded(2)
+  step_config = tiny.config(mini_batches=2, micro_batch=2, aggregation="fixed_length")
+  for scales, expected in (
+    ([1.0, 0.0], gradients[0]),
+    ([0.0, 1.0], gradients[1]),
+    ([0.0, 0.25], gradients[1] / 4),
+    (0.0, 0 * gradients[0]),
+  ):
+    found, _ = tiny.toy_gradient(tiny.toy_batch(), step_config, lr_scale=scales)
+    np.testing.assert_allclose(np.concatenate([g.ravel() for g in jax.tree.leaves(found)]), expected, atol=1e-6)
+
+
+def test_on_policy_the_old_log_probs_are_not_read():
+  data = tiny.toy_batch(spread=0.0)
+  unread = data.replace(old_logp=jnp.full_like(data.old_logp, jnp.nan))
+  grads, metrics = tiny.toy_gradient(unread, kl_coef=0.0)
+  chex.assert_trees_all_equal(grads, tiny.toy_gradient(data, kl_coef=0.0)[0])
+  found = values(metrics)
+  assert found["ratio"] == found["ratio_max"] == 1 and found["bad_updates"] == 0
+  assert optax.tree.norm(grads) > 1e-2
+
+
+@pytest.mark.parametrize(
+  ("changes", "read", "unread"),
+  [
+    ({"mini_batches": 2, "micro_batch": 4}, "old_logp", None),
+    ({"epochs": 2}, "old_logp", None),
+    ({"old_from_sampler": True}, "sampling_logp", "old_logp"),
+    ({"old_from_sampler": True, "mini_batches": 2, "micro_batch": 4}, "sampling_logp", "old_logp"),
+  ],
+)
+def test_which_old_log_probs_are_read(changes, read, unread):
+  data, step_config = tiny.toy_batch(), tiny.config(**changes, kl=None)
+  for name in {read, unread} - {None}:
+    broken = data.replace(**{name: jnp.full_like(data.old_logp, jnp.nan)})
+    found = values(tiny.toy_gradient(broken, step_config)[1])
+    assert found["bad_updates"] == (name == read)
+    assert np.isnan(found["policy_loss"]) == (name == read)
+  # Where no update moves anything, the ratio is that to what is read.
+  expected = np.exp(tiny.toy_stats(tiny.toy_params(), data).logp - getattr(data, read))
+  assert values(tiny.toy_gradient(data, step_config, lr_scale=0.0)[1])["ratio"] == pytest.approx(expected[data.mask].mean(), rel=1e-5)
+
+
+def test_the_mismatch_with_the_sampler_is_measured_before_the_first_update():
+  """Sampler and trainer agree here, until the first of two updates has moved the policy far away."""
+  data = tiny.toy_batch(spread=0.0)
+  _, metrics = tiny.toy_gradient(data, tiny.config(mini_batches=2, micro_batch=4, old_from_sampler=True))
+  found = values(metrics)
+  assert found["ratio_max"] > 2
+  for name, expected in (("sampler_ratio", 1), ("sampler_ratio_max", 1), ("sampler_kl", 0)):
+    assert found[name] == pytest.approx(expected, abs=1e-5), name
+  assert 0 < metrics["sampler_ratio"].weight < metrics["ratio"].weight
+  # The trainer's own old log-probs are those of the start for all updates: all tokens count.
+  _, metrics = tiny.toy_gradient(data.replace(sampling_logp=data.old_logp - 0.1), tiny.config(mini_batches=2, micro_batch=4))
+  assert metrics["sampler_ratio"].weight == metrics["ratio"].weight
+  assert values(metrics)["sampler_ratio"] == pytest.approx(np.exp(0.1), rel=1e-5)
+
+
+def test_entropy_bonus():
+  data = tiny.toy_batch()
+
+  def entropy(params):
+    hidden, unembedding = tiny.toy_model(params, (), data.tokens)
+    logps = jax.nn.log_softmax(hidden @ unembedding / 0.7)
+    rows, columns = np.nonzero(data.mask)
+    logps = logps[rows, data.prompt_length[rows] + columns - 1]
+    return -jnp.sum(jnp.exp(logps) * logps, axis=-1).mean()
+
+  with_bonus, metrics = tiny.toy_gradient(data, tiny.config(entropy_coef=0.3, temperature=0.7))
+  without, _ = tiny.toy_gradient(data, tiny.config(temperature=0.7))
+  difference = jax.tree.map(lambda a, b: a - b, with_bonus, without)
+  value, slope = jax.value_and_grad(entropy)(tiny.toy_params())
+  assert_same_gradient(difference, jax.tree.map(lambda g: -0.3 * g, slope), 1e-5)
+  assert values(metrics)["entropy"] == pytest.approx(float(value), rel=1e-5)
+  assert float(entropy(jax.tree.map(lambda p, d: p - 0.1 * d, tiny.toy_params(), difference))) > float(value)
 
 
 def test_compiles_once_whatever_the_traced_settings_are():
