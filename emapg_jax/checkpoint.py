@@ -262,7 +262,7 @@ def flags_difference(
     lines = "; ".join(f"--{name} was {_flag(before)}, is now {_flag(after)}" for name, (before, after) in refused.items())
     raise ValueError(
       f"The run in this --workdir was started with other settings: {lines}. Start it again with the old values, use "
-      f"another --workdir, or accept the change with --override={','.join(refused)}."
+      f"another --workdir, or accept the change with --override={','.join(sorted({*refused, *override}))}."
     )
   return differing
 

@@ -85,7 +85,7 @@ class RunConfig:
   clip_low: float | None = _field(
     None, "Lower clip ε: the ratio is bounded at 1 − ε. Default: the algorithm's, or that of a policy loss set by hand."
   )
-  clip_high: float | None = _field(None, "Upper clip ε: the ratio is bounded at 1 + ε. Default: like clip_low.")
+  clip_high: float | None = _field(None, "Upper clip ε: the ratio is bounded at 1 + ε. Default: as that of clip_low is found.")
   mini_batches: int | None = _field(None, "Optimizer updates per epoch. Default: 2; 1 with policy loss reinforce.")
   dynamic_sampling: bool | None = _field(
     None, "Replace groups whose scores are all equal by other prompts, whole groups only. Default: the algorithm's."
@@ -237,7 +237,9 @@ class RunConfig:
     self._require("tis_cap", self.tis_cap == 0 or self.tis_cap >= 1, "must be at least 1, or 0 for off")
     for name in ("clip_low", "clip_high"):
       if getattr(self, name) is not None and not CLIPS[self.policy_loss]:
-        raise ValueError(f"--{name}={getattr(self, name)} has no effect with --policy_loss={self.policy_loss}: leave it out.")
+        raise ValueError(
+          f"--{name}={getattr(self, name)} has no effect with --policy_loss={self.policy_loss}: leave it out (a flagfile's, by a copy)."
+        )
     if self.policy_loss == "reinforce" and self.updates > 1:
       raise ValueError(
         f"--mini_batches={self.mini_batches} and --epochs={self.epochs} make {self.updates} updates per RL step, but "

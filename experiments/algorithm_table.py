@@ -3,6 +3,7 @@
   python -m experiments.algorithm_table [--algorithms=grpo,ppo] [--seeds=3] [--recipe=FLAGFILE] [--out=FOLDER] [-- FLAGS]
 
 What follows `--` goes to every run, as in `-- --ema_decay=1`. Each run has its own folder in FOLDER, and the table is FOLDER/table.md.
+FOLDER must hold no earlier table; one that was interrupted can't be continued.
 """
 
 import dataclasses
@@ -13,14 +14,17 @@ import sys
 import time
 from collections.abc import Sequence
 
+import absl.flags
 import numpy as np
 from absl import app
 
-from emapg_jax.config import ALGORITHMS
+from emapg_jax.config import ALGORITHMS, RunConfig
 from experiments import flags, report
 
 LAST = 8  # RL steps that a final score is the mean of
 FIRST = 4
+# What an algorithm needs beside the recipe: the critic begins to learn with the first RL step, and has as many as the policy.
+OWN_FLAGS = {"ppo": ("--critic_learning_rate=1e-3",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +48,36 @@ class Config:
       raise ValueError(f"--recipe={self.recipe} is not there: give a flagfile, such as experiments/flags/one_digit.flags.")
 
 
+def _arguments(config: Config, algorithm: str, extra: Sequence[str]) -> list[str]:
+  return [f"--flagfile={config.recipe}", f"--algorithm={algorithm}", *OWN_FLAGS.get(algorithm, ()), *extra]
+
+
+def check(config: Config, extra: Sequence[str]) -> None:
+  """Raises ValueError when a run of the table would be refused, before the first one starts."""
+  reserved = [flag for flag in extra if flag.lstrip("-").partition("=")[0] in ("algorithm", "seed", "workdir")]
+  if reserved:
+    raise ValueError(
+      f"{', '.join(reserved)}: the algorithm, the seed and the folder of a run are set by the table. Leave them out after --."
+    )
+  for algorithm in config.algorithms:
+    values = absl.flags.FlagValues()
+    flags.define(RunConfig, values)
+    try:
+      values(["math_grpo", *_arguments(config, algorithm, extra)])
+      run = flags.read(RunConfig, values)
+    except (ValueError, absl.flags.Error) as error:
+      raise ValueError(f"--algorithm={algorithm}: {error}") from error
+    if run.steps < FIRST + LAST:
+      raise ValueError(
+        f"--steps={run.steps} is too short for the scores of the first {FIRST} and the last {LAST} steps: use {FIRST + LAST}."
+      )
+
+
 def run_one(config: Config, algorithm: str, seed: int, extra: Sequence[str]) -> dict[str, float]:
   """Trains in a process of its own; the scores at the start and at the end, and the seconds."""
   workdir, began = pathlib.Path(config.out) / f"{algorithm}-{seed}", time.time()
-  own = [f"--flagfile={config.recipe}", f"--algorithm={algorithm}", f"--seed={seed}", f"--workdir={workdir}"]
-  done = subprocess.run([sys.executable, "-m", "experiments.math_grpo", *own, *extra], capture_output=True, text=True)
+  arguments = [*_arguments(config, algorithm, extra), f"--seed={seed}", f"--workdir={workdir}"]
+  done = subprocess.run([sys.executable, "-m", "experiments.math_grpo", *arguments], capture_output=True, text=True)
   if done.returncode:
     raise ValueError(f"The run of {algorithm} with seed {seed} failed: {done.stderr.strip()[-500:]}")
   with open(workdir / "metrics.jsonl", encoding="utf-8") as file:
@@ -79,6 +108,7 @@ def main(argv: list[str]) -> None:
   """Runs all, writes the table after each algorithm."""
   try:
     config = flags.read(Config)
+    check(config, argv[1:])
     results = {}
     for algorithm in config.algorithms:
       results[algorithm] = []

@@ -166,6 +166,11 @@ def start(
   saved = checkpointer.flags_of_latest()
   if saved is not None:
     accepted = flags_difference(saved, now, RUNTIME_FLAGS, run.config.override)
+    if "gae" in accepted.get("advantage", ()):
+      raise ValueError(
+        f"--advantage was {accepted['advantage'][0]}, is now {run.config.advantage}: only gae has a critic, which no checkpoint of a run "
+        "without one holds, or has a place for in another. Start in another --workdir."
+      )
     state, host = checkpointer.restore_latest(run.abstract_state)
     step = int(state.step)
     writer.truncate_after(step or -1)  # step 0 is evaluated again
@@ -260,7 +265,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
     flags.write(config, workdir / "flags.txt")
     stream = data.PromptStream(len(run.train.problems), config.seed)
     stream.position = host.position
-    step = int(state.step)
+    step = began = int(state.step)
     if step >= config.steps:
       report.say(f"the run is complete: checkpoint {step} of --steps={config.steps} is there; raise --steps to go on")
     log = Log(writer, metrics.Progress(config.steps, initial=step), config.advantage in GROUP_ADVANTAGES)
@@ -283,7 +288,9 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       # The line comes before the checkpoint: the other way round a kill in between would leave a gap.
       log.write(step, numbers, samples if evaluated or last or step == 1 or host.bad_in_row else [])
       _stop_if_bad(run, host)
-      if config.save_every and (step % config.save_every == 0 or last) and not host.bad_in_row:
+      # A resumed run saves its end even with --save_every=0: the flags it has written are no longer those of the checkpoint it came from.
+      due = config.save_every and step % config.save_every == 0
+      if (due or (last and (config.save_every or began))) and not host.bad_in_row:
         checkpointer.save(step, state, host)
     log.close()
     if stop.asked:

@@ -29,8 +29,9 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   say("policy gradient: " + _policy_gradient(config))
   plan = memory_plan(run)
   sizes = ", ".join(f"{name} {_bytes(size)}" for name, size in plan.items())
-  count = sum(a.size for a in jax.tree.leaves(run.abstract_state.params))
-  say(f"parameters: {count:,} · vocabulary {run.model_config.vocab_size:,} · compute in {run.model_config.dtype}")
+  policy, all_params = (sum(a.size for a in jax.tree.leaves(tree)) for tree in (run.abstract_state.policy, run.abstract_state.params))
+  critic = f" + {all_params - policy:,} of the critic" if config.uses_critic else ""
+  say(f"parameters: {policy:,}{critic} · vocabulary {run.model_config.vocab_size:,} · compute in {run.model_config.dtype}")
   say(f"memory per device, planned: {sizes}; sum {_bytes(sum(plan.values()))}")
   say(f"prompts: {len(run.train.problems):,} ({run.train.dropped} longer than {config.max_prompt_tokens} tokens left out)")
   if run.eval:
@@ -60,7 +61,12 @@ def _policy_gradient(config: RunConfig) -> str:
     parts.append(f"dynamic sampling, at most {config.max_refills} more batches")
   if config.overlong_share:
     parts.append(f"over-long penalty on the last {config.overlong_share:.0%} of {config.max_new_tokens} tokens")
-  return f"{config.algorithm}: " + " · ".join(parts)
+  if config.uses_critic:
+    parts.append(f"critic at rate {config.critic_learning_rate:g}, γ {config.discount:g}, λ {config.gae_lambda:g}")
+  preset = dataclasses.asdict(RunConfig(algorithm=config.algorithm))
+  choices = ("advantage", "policy_loss", "aggregation", "clip_low", "clip_high", "dynamic_sampling", "overlong_share")
+  changed = [name for name in choices if getattr(config, name) != preset[name]]
+  return config.algorithm + (f", changed in {', '.join(changed)}" if changed else "") + ": " + " · ".join(parts)
 
 
 def evaluation(step: int, numbers: dict[str, float]) -> None:
@@ -76,7 +82,8 @@ def summary(first: dict[str, float], last: dict[str, float], workdir: pathlib.Pa
     if first.get(f"eval_{kind}") is not None and last.get(f"eval_{kind}") is not None:
       before, after = first[f"eval_{kind}"], last[f"eval_{kind}"]
       say(f"{kind} accuracy: {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
-  say(f"done in {seconds:.0f} s; in {workdir}: metrics.jsonl, samples.jsonl, curves.png, tensorboard/, checkpoints/, flags.txt")
+  kept = "checkpoints/, " if any(path.name.isdecimal() for path in (workdir / "checkpoints").iterdir()) else ""
+  say(f"done in {seconds:.0f} s; in {workdir}: metrics.jsonl, samples.jsonl, curves.png, tensorboard/, {kept}flags.txt")
 
 
 def fail(error: Exception) -> None:

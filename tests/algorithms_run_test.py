@@ -74,7 +74,8 @@ HEADERS = {
   " · dynamic sampling, at most 4 more batches · over-long penalty on the last 20% of 8 tokens",
   "rloo": "advantage leave_one_out · loss reinforce · aggregation sequence_sum · 1 × 1 updates per RL step",
   "reinforce": "advantage reward_to_go · loss reinforce · aggregation sequence_sum · 1 × 1 updates per RL step",
-  "ppo": "advantage gae · loss ppo_clip (1 − 0.2 to 1 + 0.2) · aggregation token_mean · 1 × 2 updates per RL step",
+  "ppo": "advantage gae · loss ppo_clip (1 − 0.2 to 1 + 0.2) · aggregation token_mean · 1 × 2 updates per RL step"
+  " · critic at rate 1e-05, γ 1, λ 0.95",
   "cispo": "advantage group_normalized · loss cispo (1 − 1 to 1 + 4) · aggregation token_mean · 1 × 2 updates per RL step",
   "gspo": "advantage group_normalized · loss gspo (1 − 0.0003 to 1 + 0.0004) · aggregation sequence_mean · 1 × 2 updates per RL step",
 }

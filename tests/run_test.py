@@ -91,7 +91,7 @@ def test_what_a_run_leaves(whole):
   raw = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   assert all(f"seconds_{phase}" in raw[1] for phase in ("rollout", "reward", "anchor", "update"))
   samples = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
-  assert {"step", "prompt", "completion", "reward", "extracted"} <= samples[0].keys()
+  assert {"step", "prompt", "completion", "score", "extracted"} <= samples[0].keys()
   assert {sample["kind"] for sample in samples} == {"sampled", "greedy", "train"}
   assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["3", "6"]
   assert (workdir / "curves.png").read_bytes().startswith(b"\x89PNG")
