@@ -377,7 +377,7 @@ def test_every_other_difference_is_listed_with_the_remedy():
 
 def test_override_accepts_what_it_names_and_only_that():
   new = OLD | {"learning_rate": "0.01", "seed": "1"}
-  with pytest.raises(ValueError, match=r"--seed was '0', is now '1'.*--override=seed\."):
+  with pytest.raises(ValueError, match=r"--seed was '0', is now '1'.*--override=learning_rate,seed\."):
     flags_difference(OLD, new, RUNTIME, ["learning_rate"])
   accepted = {"learning_rate": ("0.001", "0.01"), "seed": ("0", "1")}
   assert flags_difference(OLD, new, RUNTIME, ["seed", "learning_rate"]) == accepted
