@@ -2,8 +2,9 @@
 
 import dataclasses
 import difflib
-import math
 from typing import Any
+
+import numpy as np
 
 from emapg_jax import losses, optim
 
@@ -173,7 +174,7 @@ class RunConfig:
       if value is not None:
         self._check_choice(field.name)
       if isinstance(value, float):
-        self._require(field.name, math.isfinite(value), "must be a finite number")
+        self._require(field.name, abs(value) <= _FLOAT32_MAX, "must be a finite number in float32")
     for names, holds, text in (
       (_POSITIVE, lambda x: x > 0, "must be above 0"),
       (_NOT_NEGATIVE, lambda x: x >= 0, "must be at least 0"),
@@ -182,7 +183,7 @@ class RunConfig:
       for name in names:
         self._require(name, getattr(self, name) is None or holds(getattr(self, name)), text)
     for name in ("adam_b1", "adam_b2"):
-      self._require(name, getattr(self, name) < 1, "must be below 1, or its moment never moves")
+      self._require(name, np.float32(getattr(self, name)) < 1, "must be below 1 in float32, or its moment never moves")
     self._require("adam_b1", self.adam_mu_dtype == "float32" or self.adam_b1 <= 0.95, "is too slow for a bfloat16 moment: use at most 0.95")
     self._require("seed", self.seed < 2**32, "must be below 2**32: larger ones repeat the draws of smaller ones")
     for name in ("ema_period", "steps", "lr_warmup_steps", "decay_steps"):
@@ -325,6 +326,7 @@ class RunConfig:
     return "anchor" if self.kl.endswith("forward") else "policy"
 
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _POSITIVE = (
   *(
     "group_size",

@@ -11,6 +11,7 @@ A `PolicyLoss` is any of them in one call shape, `(logp, old_logp, advantages, m
   reinforce  reinforce_with_aux
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -83,7 +84,8 @@ def ppo_clip(
   "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv 1912.09729, the section on dual-clip PPO.
   """
   _check_bounds("ppo_clip", clip_low, clip_high)
-  if dual_clip is not None and dual_clip <= 1:
+  _check_shapes("ppo_clip", logp=logp, old_logp=old_logp, advantages=advantages)
+  if dual_clip is not None and not dual_clip > 1:
     raise ValueError(
       f"ppo_clip got dual_clip={dual_clip}, which must lie above 1: it is the largest ratio that a negative advantage is multiplied by. "
       "Use 3, or None to switch it off."
@@ -155,6 +157,7 @@ def cispo(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low:
   MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585, section 3.1.
   """
   _check_bounds("cispo", clip_low, clip_high)
+  _check_shapes("cispo", logp=logp, old_logp=old_logp, advantages=advantages)
   old_logp, advantages = lax.stop_gradient((old_logp, advantages))
   ratio = lax.stop_gradient(jnp.exp(logp - old_logp))
   active = advantages != 0
@@ -226,7 +229,8 @@ def truncated_weight(old_logp: jax.Array, sampling_logp: jax.Array, cap: float) 
   Ionides, "Truncated Importance Sampling", 2008; for sampler and trainer that disagree: Yao et al., "Your Efficient RL Framework Secretly
   Brings You Off-Policy RL Training", 2025.
   """
-  if cap < 1:
+  _check_shapes("truncated_weight", old_logp=old_logp, sampling_logp=sampling_logp)
+  if not cap >= 1:
     raise ValueError(f"truncated_weight got cap={cap}, which must be at least 1, or tokens on which both agree lose weight, too.")
   log_ratio = lax.stop_gradient(old_logp - sampling_logp)
   ratio = jnp.exp(log_ratio)
@@ -250,10 +254,11 @@ def within_sequence_ratio(old_logp: jax.Array, sampling_logp: jax.Array, mask: j
   Raises:
     ValueError: a bound below 1.
   """
-  if bound < 1:
+  _check_shapes("within_sequence_ratio", old_logp=old_logp, sampling_logp=sampling_logp, mask=mask)
+  if not bound >= 1:
     raise ValueError(f"within_sequence_ratio got bound={bound}, which must be at least 1: below it, nothing lies in [1 / bound, bound].")
   mean = _row_mean(lax.stop_gradient(old_logp - sampling_logp), mask)
-  return jnp.abs(mean) <= jnp.log(bound)
+  return jnp.abs(mean) <= math.log(bound)
 
 
 def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float | None) -> tuple[jax.Array, jax.Array]:
@@ -286,6 +291,7 @@ def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, cli
       f"value_loss got clip={clip}, which must lie above 0: it is how far a value may move from the old one before its gradient ends. "
       "Use a fraction of the range of the returns, or None to switch it off."
     )
+  _check_shapes("value_loss", values=values, old_values=old_values, returns=returns)
   old_values, returns = lax.stop_gradient((old_values, returns))
   errors = values - returns
   if clip is None:
@@ -339,12 +345,20 @@ def aggregate(
         "Aggregation fixed_length divides by the number of real rows times max_new_tokens, but got "
         f"{'no' if real is None else 'a'} `real` and max_new_tokens={max_new_tokens}. Pass a bool per row and a positive length."
       )
+    _check_shapes("aggregate", rows_of_mask=mask[..., 0], real=real)
     return Weighted(masking.masked_sum(per_token, mask), masking.masked_count(real) * max_new_tokens)
   if mode == "sequence_sum":
     return masking.masked_mean(masking.masked_sum(per_token, mask, axis=-1), jnp.any(mask, axis=-1))
   if mode == "sequence_mean":
     return masking.masked_mean(_row_mean(per_token, mask), jnp.any(mask, axis=-1))
   raise ValueError(f"Aggregation {mode!r} is unknown. Use one of {', '.join(AGGREGATIONS)}.")
+
+
+def _check_shapes(name, **arrays):
+  shapes = {key: jnp.shape(x) for key, x in arrays.items()}
+  if len(set(shapes.values())) > 1:
+    given = ", ".join(f"{key} {shape}" for key, shape in shapes.items())
+    raise ValueError(f"{name} got {given}: they must be of one shape. Broadcast them explicitly, so that no axis is taken for another.")
 
 
 def _row_mean(x, mask):

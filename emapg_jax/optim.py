@@ -47,7 +47,7 @@ def make_optimizer(
 
   Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2.
   """
-  if clip_norm is not None and clip_norm <= 0:
+  if clip_norm is not None and not clip_norm > 0:
     raise ValueError(f"make_optimizer got clip_norm={clip_norm}, which must be positive. Pass None to switch clipping off.")
   if mu_dtype not in MU_DTYPES:
     raise ValueError(f"make_optimizer got mu_dtype={mu_dtype!r}: the first moment is stored as one of {', '.join(MU_DTYPES)}.")

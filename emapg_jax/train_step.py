@@ -174,7 +174,7 @@ def train_step(
   the KL is in the reward. A critic's loss is aggregated in the same way, and its optimizer is its own. The loss of a mini-batch is divided
   once, over all its tokens: micro-batch size, row order, padding and device count change nothing but rounding. The KL is to the anchor as
   it stood before this step. A mini-batch whose loss, gradient or update is not finite leaves params and optimizer as they were and is
-  counted in the metric `bad_updates`.
+  counted in the metric `bad_updates`; so does one without a token to train on, in `empty_updates`.
 
   Args:
     state: donate it.
@@ -205,10 +205,12 @@ def train_step(
     norms = _norms(grads, updates)
     summed = metrics["loss"].sum + (0.0 if critic is None else metrics["value_loss"].sum)
     good = jnp.all(jnp.isfinite(jnp.stack([summed, *norms.values()])))
-    one, weight = jnp.float32(1), good.astype(jnp.float32)
-    metrics |= {name: Weighted(jnp.where(good, norm, 0.0), weight) for name, norm in norms.items()}
-    metrics["bad_updates"] = Weighted(1.0 - weight, one)
-    keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
+    trained = metrics["policy_loss"].weight > 0  # an update from no token at all would be momentum and weight decay alone
+    one, weight = jnp.float32(1), (good & trained).astype(jnp.float32)
+    metrics |= {name: Weighted(jnp.where(weight > 0, norm, 0.0), weight) for name, norm in norms.items()}
+    metrics["bad_updates"] = Weighted(1.0 - good.astype(jnp.float32), one)
+    metrics["empty_updates"] = Weighted(1.0 - trained.astype(jnp.float32), one)
+    keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(weight > 0, new, old))
     return (keep(optax.apply_updates(params, updates), params), keep(next_opt_state, opt_state)), metrics
 
   (params, opt_state), metrics = jax.lax.scan(update, (state.params, state.opt_state), (jnp.arange(config.updates), indices, scales))

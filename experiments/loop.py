@@ -228,10 +228,17 @@ class Log:
       self._progress.update(step, {name: numbers[name] for name in names if name in numbers})
     if step == 1 and "sampler_kl" in numbers:
       report.say(f"noise floor of the KL: {numbers['sampler_kl']:.2g} nats per token (the policy to itself, sampler against trainer)")
-    if self._by_group and numbers.get("degenerate", 0) > FLAT_GROUPS_WARNING:
+    if numbers.get("empty_updates", 0) > 0:
+      self._warn(
+        "empty updates",
+        f"at step {step} {numbers['empty_updates']:.0%} of the updates had no token to train on and were left out: every response in them "
+        "was without a score, empty, or left out by a flag. Look at samples.jsonl and at what scores the responses.",
+      )
+    flat = max(numbers.get("degenerate", 0), numbers.get("groups_filled", 0))
+    if self._by_group and flat > FLAT_GROUPS_WARNING:
       self._warn(
         "flat groups",
-        f"at step {step} {numbers['degenerate']:.0%} of the groups have equal rewards and train nothing. If that stays, the task is too "
+        f"at step {step} {flat:.0%} of the groups have equal scores and teach nothing. If that stays, the task is too "
         "hard or too easy for this policy: change the data, the group size or the reward.",
       )
     if step > 1 and 0 < numbers.get("kl", -1.0) < numbers.get("sampler_kl", 0.0):

@@ -165,7 +165,8 @@ def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], lis
     if np.isfinite(found).any():
       metrics[f"eval_{kind}"] = float(np.nanmean(found))
     metrics["eval_unscored"] = metrics.get("eval_unscored", 0) + int(np.isnan(found).sum())
-  return metrics | {f"eval_{name}": value for name, value in counters(run.task).items()}, samples
+  own = {f"eval_task_{name}" if f"eval_{name}" in metrics else f"eval_{name}": value for name, value in counters(run.task).items()}
+  return metrics | own, samples
 
 
 def log_samples(run: Run, responses: Responses, scores: np.ndarray, kind: str, count: int) -> list[dict]:

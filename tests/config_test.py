@@ -24,6 +24,8 @@ from experiments.estimators import ESTIMATORS
     ({"group_size": 1}, r"--group_size=1 must be at least 2"),
     ({"learning_rate": float("inf")}, r"--learning_rate=inf must be a finite number"),
     ({"kl_coef": float("nan")}, r"--kl_coef=nan must be a finite number"),
+    ({"learning_rate": 1e39}, r"--learning_rate=1e\+39 must be a finite number in float32"),
+    ({"adam_b2": 1 - 1e-11}, r"--adam_b2=0.99999999999 must be below 1 in float32"),
     ({"adam_b1": 1.0}, r"--adam_b1=1.0 must be below 1"),
     ({"seed": 2**32}, r"--seed=4294967296 must be below 2\*\*32"),
     ({"ema_period": 2**31}, r"--ema_period=2147483648 must be below"),

@@ -293,3 +293,12 @@ def test_join_and_take_keep_every_column_in_step():
   assert taken.texts == [f"text {i}" for i in expected]
   assert [problem.prompt for problem in taken.problems] == [str(i) for i in expected]
   assert (taken.tokens.dtype, taken.ended.dtype, taken.logp.dtype) == (np.int32, bool, np.float32)
+
+
+def test_a_counter_of_the_task_never_replaces_an_accuracy(monkeypatch):
+  run = Fake(monkeypatch, [[(0.0, 1.0)], [(1.0, 1.0)]])
+  run.config, run.eval = types.SimpleNamespace(rows=2, seed=0, samples_logged=0), types.SimpleNamespace(problems=[1, 2])
+  run.task.metrics = lambda: {"greedy": 77.0, "own": 3.0}
+  monkeypatch.setattr(rollouts, "respond", lambda *args, greedy: rollouts.Responses([1, 2], *[np.zeros(2)] * 6, ["a", "b"]))
+  found, _ = rollouts.evaluate(run, None, 0)
+  assert found == {"eval_sampled": 0.5, "eval_greedy": 1.0, "eval_unscored": 0, "eval_task_greedy": 77.0, "eval_own": 3.0}

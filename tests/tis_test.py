@@ -73,7 +73,7 @@ class WithinSequenceRatioTest(chex.TestCase):
         np.testing.assert_array_equal(within(old_logp, sampling_logp, mask), [True, False, True])
 
 
-@pytest.mark.parametrize("value", [0.99, 0.0, -1.0])
+@pytest.mark.parametrize("value", [0.99, 0.0, -1.0, float("nan")])
 def test_below_one_is_refused(value):
   with pytest.raises(ValueError, match=f"truncated_weight got cap={value}"):
     losses.truncated_weight(jnp.zeros(1), jnp.zeros(1), value)

@@ -121,7 +121,23 @@ def test_kl_weight_bounds_act():
   found = values(metrics)
   assert found["kl_weight"] == pytest.approx(1.2, rel=1e-5)
   assert found["kl_weight_clipped"] == 1
-  assert values(tiny.toy_gradient(shifted)[1])["kl_weight"] == pytest.approx(np.exp(0.5), rel=1e-5)
+  free = values(tiny.toy_gradient(shifted)[1])
+  assert free["kl_weight"] == pytest.approx(np.exp(0.5), rel=1e-5)
+  # The weight is the tail's alone: the head is exact whoever drew the token.
+  plain = values(tiny.toy_gradient(data)[1])
+  assert free["kl_head"] == plain["kl_head"] and free["kl_tail"] == pytest.approx(np.exp(0.5) * plain["kl_tail"], rel=1e-5) != 0
+
+
+def test_an_update_without_a_token_is_left_out_with_its_momentum():
+  """After a step that fills Adam's moments, one on which nothing has a score must not move the weights by them, nor by weight decay."""
+  data, optimizer = tiny.toy_batch(), adamw()
+  state, metrics = tiny.toy_step(init_state(tiny.toy_params(), optimizer, True), data, tiny.config(), optimizer)
+  assert float(metrics["empty_updates"].sum) == 0
+  after, metrics = tiny.toy_step(state, data.replace(mask=jnp.zeros_like(data.mask)), tiny.config(), optimizer)
+  chex.assert_trees_all_equal((after.params, after.opt_state), (state.params, state.opt_state))
+  assert float(metrics["empty_updates"].sum) == 1 and float(metrics["bad_updates"].sum) == 0
+  assert metrics["grad_norm"].weight == 0
+  assert int(after.step) == 2
 
 
 def test_bad_mini_batch_is_skipped_and_counted():

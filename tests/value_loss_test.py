@@ -90,3 +90,19 @@ def test_dtype_of_the_loss_is_that_of_the_values(dtype, clip, x64, strict_dtypes
 def test_a_clip_out_of_its_range_is_an_error(clip):
   with pytest.raises(ValueError, match=f"value_loss got clip={clip}"):
     losses.value_loss(jnp.zeros(1), jnp.zeros(1), jnp.ones(1), clip)
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda: losses.value_loss(jnp.zeros((4, 4)), jnp.zeros((4, 4)), jnp.zeros(4), 0.2),
+    lambda: losses.ppo_clip(jnp.zeros((4, 4)), jnp.zeros((4, 4)), jnp.zeros(4)),
+    lambda: losses.cispo(jnp.zeros((4, 4)), jnp.zeros((4, 4)), jnp.zeros((4, 1)), 1.0, 4.0),
+    lambda: losses.truncated_weight(jnp.zeros((4, 4)), jnp.zeros(4), 2.0),
+    lambda: losses.within_sequence_ratio(jnp.zeros((4, 4)), jnp.zeros(4), jnp.ones((4, 4), bool), 2.0),
+    lambda: losses.aggregate(jnp.zeros((2, 4)), jnp.ones((2, 4), bool), "fixed_length", jnp.ones(5, bool), 8),
+  ],
+)
+def test_shapes_that_would_broadcast_are_refused(call):
+  with pytest.raises(ValueError, match="they must be of one shape"):
+    call()
