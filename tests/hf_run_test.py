@@ -72,7 +72,7 @@ def test_problems_from_a_file_and_groups_without_spread(tmp_path, capsys):
   assert last["grad_norm"] == 0
   assert last["bad_updates"] == 0
   assert lines[1]["no_answer"] == last["no_answer"] == 8
-  assert "have equal rewards and train nothing" in capsys.readouterr().out
+  assert "have equal scores and teach nothing" in capsys.readouterr().out
 
 
 def test_a_users_own_task(tmp_path):
