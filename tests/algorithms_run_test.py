@@ -142,6 +142,33 @@ def test_resume_is_bit_exact(changes, tmp_path, capsys):
   assert (host.baseline is not None, host.kl_coef is not None) == (changes["algorithm"] == "reinforce", "kl_target" in changes)
 
 
+@pytest.mark.parametrize(
+  ("changes", "logged", "kept"),
+  [({"kl_target": 0.0, "kl_gain": 0.1}, None, None), ({"kl_coef": 0.5}, 0.5, 0.55)],  # the KL is above its target: 0.5 · (1 + 0.5 · 0.2)
+  ids=["fixed again", "another start"],
+)
+def test_a_coefficient_set_by_hand_on_resume_is_not_the_adapted_one(changes, logged, kept, tmp_path):
+  _, host, _ = train(built(**ADAPTIVE), tmp_path, steps=2)
+  assert host.kl_coef not in (None, 0.05)
+  _, host, lines = train(built(**ADAPTIVE), tmp_path, steps=3, override=tuple(changes), **changes)
+  assert lines[2].get("kl_coef") == logged
+  assert host.kl_coef == (kept and pytest.approx(kept))
+
+
+def test_a_critic_is_neither_added_nor_dropped_on_resume(tmp_path):
+  train(built(algorithm="grpo"), tmp_path, steps=1)
+  now = built(algorithm="ppo")
+  differing = ("algorithm", "advantage", "clip_high", "kl_coef")
+  with pytest.raises(ValueError, match="--advantage was group_normalized, is now gae: only gae has a critic"):
+    train(now, tmp_path, override=differing)
+
+
+def test_a_resumed_run_saves_its_end_whatever_save_every_says(tmp_path):
+  train(built(algorithm="grpo"), tmp_path, steps=1)
+  state, _, lines = train(built(algorithm="grpo"), tmp_path, steps=2, save_every=0)
+  assert int(state.step) == 2 and len(lines) == 2
+
+
 def test_the_critic_and_its_optimizer_are_in_the_checkpoint(tmp_path):
   state, _, lines = train(built(algorithm="ppo"), tmp_path)
   assert state.params.keys() == {"policy", "value"}

@@ -347,7 +347,7 @@ def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path):
   assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_step_on_which_nothing_is_trained(tmp_path, monkeypatch):
+def test_a_step_on_which_nothing_is_trained(tmp_path, monkeypatch, capsys):
   """Every score is NaN: no token is trained on, nothing moves, the run goes on."""
   monkeypatch.setattr(AddTask, "score", lambda *_: float("nan"))
   short = dataclasses.replace(TINY, steps=2, save_every=1, eval_every=2, warmup_steps=1)
@@ -357,6 +357,7 @@ def test_a_step_on_which_nothing_is_trained(tmp_path, monkeypatch):
   assert "eval_greedy" not in lines[2]
   assert "kl" not in lines[2]
   assert lines[2]["empty_updates"] == 1
+  assert "warning: at step 1 100% of the updates had no token to train on" in capsys.readouterr().out
   assert "grad_norm" not in lines[2]
   assert int(state.step) == 2
 
