@@ -7,45 +7,16 @@ from typing import Any
 import numpy as np
 
 from emapg_jax import losses, optim
+from emapg_jax.presets import ADVANTAGES, ALGORITHMS, CLIPS, GROUP_ADVANTAGES, KL_ESTIMATORS, KL_EXACT, KL_IN_REWARD, KL_TOPK
 
-GROUP_ADVANTAGES = ("group_normalized", "group_centred", "leave_one_out")
-ADVANTAGES = (*GROUP_ADVANTAGES, "batch_normalized", "reward_to_go", "gae")
-# Bounds of each policy loss, unless the algorithm has its own.
-CLIPS = {
-  "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
-  "cispo": {"clip_low": 1.0, "clip_high": 4.0},
-  "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-  "reinforce": {},
-}
-# What `--algorithm` stands for: never the anchor or the KL. Each value gives way to its own flag.
-ALGORITHMS = {
-  "grpo": {"advantage": "group_normalized", "policy_loss": "ppo_clip", "aggregation": "token_mean"},
-  "dr_grpo": {"advantage": "group_centred", "policy_loss": "ppo_clip", "aggregation": "fixed_length", "clip_high": 0.2},
-  "dapo": {
-    "advantage": "group_normalized",
-    "policy_loss": "ppo_clip",
-    "aggregation": "token_mean",
-    "dynamic_sampling": True,
-    "overlong_share": 0.2,
-  },
-  "rloo": {"advantage": "leave_one_out", "policy_loss": "reinforce", "aggregation": "sequence_sum"},
-  "reinforce": {"advantage": "reward_to_go", "policy_loss": "reinforce", "aggregation": "sequence_sum"},
-  "ppo": {"advantage": "gae", "policy_loss": "ppo_clip", "aggregation": "token_mean", "clip_high": 0.2},
-  "cispo": {"advantage": "group_normalized", "policy_loss": "cispo", "aggregation": "token_mean"},
-  "gspo": {"advantage": "group_normalized", "policy_loss": "gspo", "aggregation": "sequence_mean"},
-}
 SWITCH = ("auto", "on", "off")
 DTYPES = ("auto", "float32", "bfloat16")
-KL_SAMPLED = ("k1", "k2", "k3", "k3pp", "k4", "k5")
-KL_EXACT = ("exact_reverse", "exact_forward")
-KL_TOPK = tuple(f"{form}topk_{direction}" for form in ("", "score_", "published_") for direction in ("reverse", "forward"))
-KL_ESTIMATORS = KL_SAMPLED + KL_EXACT + KL_TOPK
-# Unbiased in the value of the reverse KL, which the KL in the reward is made of.
-KL_IN_REWARD = tuple(name for name in KL_ESTIMATORS if not name.endswith("forward") and name not in ("k2", "k5"))
-
 # Flags that may change when a run is resumed: they decide how, how long and how often, not what is computed.
 RUNTIME_FLAGS = frozenset(
-  ("workdir", "steps", "mesh", "micro_batch", "grading_workers", "eval_every", "save_every", "keep_last", "samples_logged", "override")
+  (
+    *("workdir", "steps", "mesh", "micro_batch", "micro_tokens", "rollout_slots", "decode_block", "prefill_chunk", "grading_workers"),
+    *("eval_every", "save_every", "keep_last", "samples_logged", "profile_steps", "override"),
+  )
 )
 
 
@@ -73,6 +44,13 @@ class RunConfig:
   max_new_tokens: int = _field(1024, "Longest response, in tokens.")
   overlong_prompts: str = _field("drop", "What to do with longer prompts.", ("drop", "error"))
   temperature: float = _field(1.0, "Of sampling, and so of the policy, the old policy and the anchor in every log-probability.")
+  top_p: float = _field(1.0, "Sample from the smallest set of ids with this mass; below 1 only with truncated_sampling.")
+  top_k: int = _field(0, "Sample from this many most likely ids; 0: from all. Above 0 only with truncated_sampling.")
+  truncated_sampling: bool = _field(False, "Allow top_p and top_k in training, though ratios and KL assume that every id can be drawn.")
+  stop_strings: tuple[str, ...] = _field((), "Texts that end a response; they stay in it.")
+  rollout_slots: int = _field(0, "Sequences decoded at a time, refilled as they end; 0: all of an RL step.")
+  decode_block: int = _field(32, "Tokens decoded between looks at ended sequences and stop strings.")
+  prefill_chunk: int = _field(512, "Prompt tokens of a sequence prefilled at a time.")
   chat_template: str = _field("", "Chat template (text or file) instead of the tokenizer's own.")
   box_instruction: bool = _field(True, "Task math: ask for the answer in \\boxed{}. Off for models that do so by themselves.")
   answer_mode: str = _field("boxed", "Task math: where the answer is looked for.", ("boxed", "number"))
@@ -140,6 +118,10 @@ class RunConfig:
   weight_decay: float = _field(0.01, "AdamW: decoupled weight decay; norms and biases don't decay.")
   clip_norm: float = _field(1.0, "Largest global gradient norm.")
   micro_batch: int = _field(0, "Rows per device and forward; 0: a whole mini-batch.")
+  micro_tokens: int = _field(
+    0, "Tokens per device and forward, padding included: short responses then share a micro-batch. 0: micro_batch rows, all as long."
+  )
+  shared_prefix: str = _field("auto", "Read the prompt of a group once for all its responses; auto: where that is faster.", SWITCH)
   critic_learning_rate: float = _field(1e-5, "Advantage gae: peak learning rate of the critic, with the schedule of the policy's.")
   critic_weight_decay: float = _field(0.01, "Advantage gae: the critic's decoupled weight decay.")
   critic_clip_norm: float = _field(1.0, "Advantage gae: the critic's largest global gradient norm.")
@@ -158,12 +140,16 @@ class RunConfig:
 
   eval_every: int = _field(20, "RL steps between evaluations; 0: never.")
   eval_problems: int = _field(2048, "Problems per evaluation, at most.")
+  eval_temperature: float = _field(0.0, "Of sampled evaluation; 0: as in training. (Greedy evaluation comes beside it.)")
+  eval_top_p: float = _field(1.0, "top_p of sampled evaluation.")
+  eval_top_k: int = _field(0, "top_k of sampled evaluation; 0: all ids.")
   save_every: int = _field(20, "RL steps between checkpoints; 0: never.")
   keep_last: int = _field(2, "Checkpoints kept.")
   samples_logged: int = _field(8, "Completions written to samples.jsonl at each evaluation.")
   mesh: str = _field("data:-1", "Device mesh: AXIS:SIZE of data, fsdp, tensor; -1: what is left.")
   dtype: str = _field("auto", "Of activations and matmuls; auto: float32 on CPU, bfloat16 on accelerators.", DTYPES)
   remat: bool = _field(True, "Recompute each layer's activations in the backward pass: less memory, a third more work.")
+  profile_steps: str = _field("", "RL steps to write a profile of, as 3-5 or 3; it goes to profile/ in the workdir.")
   override: tuple[str, ...] = _field((), "Flags that may differ from those of the checkpoint that is resumed.")
 
   def __post_init__(self):
@@ -190,6 +176,7 @@ class RunConfig:
       self._require(name, getattr(self, name) < 2**31, "must be below 2**31")
     self._require("grading_seconds", self.grading_seconds <= 3600, "must be at most 3600")
     self._check_rows()
+    self._check_sampling()
     self._check_policy()
     self._check_schedule()
     self._check_kl()
@@ -230,6 +217,17 @@ class RunConfig:
       raise ValueError(
         f"--prompts_per_step={self.prompts_per_step} × --group_size={self.group_size} = {self.rows} sequences do not divide into "
         f"--mini_batches={self.mini_batches}: choose a divisor of {self.rows}."
+      )
+
+  def _check_sampling(self) -> None:
+    if self.truncated_sampling != (self.top_k > 0 or self.top_p < 1):
+      raise ValueError(
+        f"--top_p={self.top_p} and --top_k={self.top_k} with --truncated_sampling={self.truncated_sampling}: ratios, the KL and its tail "
+        "assume that every id can be drawn. Leave them at 1 and 0, or set --truncated_sampling to cut training samples all the same."
+      )
+    if self.micro_tokens and self.micro_batch:
+      raise ValueError(
+        f"--micro_batch={self.micro_batch} and --micro_tokens={self.micro_tokens} both say how much a forward takes: set one of them."
       )
 
   def _check_policy(self) -> None:
@@ -328,32 +326,20 @@ class RunConfig:
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _POSITIVE = (
-  *(
-    "group_size",
-    "epochs",
-    "kl_gain",
-    "critic_clip_norm",
-    "max_refills",
-    "steps",
-    "prompts_per_step",
-    "max_prompt_tokens",
-    "max_new_tokens",
-    "temperature",
-    "grading_seconds",
-    "ema_period",
-    "clip_norm",
-  ),
+  *("group_size", "epochs", "kl_gain", "critic_clip_norm", "max_refills", "steps", "prompts_per_step", "max_prompt_tokens"),
+  *("max_new_tokens", "temperature", "grading_seconds", "ema_period", "clip_norm", "decode_block", "prefill_chunk"),
   *("mini_batches", "max_bad_steps", "warmup_learning_rate", "warmup_batch", "digits", "hidden_size", "num_layers", "num_heads"),
-  *("eval_problems", "keep_last"),
+  *("eval_problems", "keep_last", "top_p", "eval_top_p"),
 )
 _NOT_NEGATIVE = (
   *("dual_clip", "tis_cap", "tis_sequence_bound", "kl_target", "decay_steps", "critic_learning_rate", "critic_weight_decay", "value_clip"),
   *("seed", "grading_workers", "clip_high", "kl_topk", "kl_coef", "kl_iw_low", "kl_iw_high", "learning_rate", "lr_warmup_steps"),
   *("weight_decay", "micro_batch", "warmup_steps", "eval_every", "save_every", "samples_logged"),
+  *("top_k", "eval_top_k", "rollout_slots", "micro_tokens", "eval_temperature"),
 )
 _FRACTIONS = (
   *("overlong_share", "discount", "gae_lambda", "baseline_decay"),
-  *("clip_low", "ema_decay", "adam_b1", "adam_b2", "warmup_accuracy", "demonstration_noise"),
+  *("top_p", "eval_top_p", "clip_low", "ema_decay", "adam_b1", "adam_b2", "warmup_accuracy", "demonstration_noise"),
 )
 
 # Options that would be ignored are refused: (names, whether they are used, when they are not).
@@ -365,6 +351,7 @@ _USED_ONLY_IF = (
   (("hidden_size", "num_layers", "num_heads"), lambda c: not c.model_path, "with --model_path, whose config.json says it"),
   (("warmup_accuracy", "warmup_learning_rate", "warmup_batch"), lambda c: c.warmup_steps > 0, "with --warmup_steps=0"),
   (("chat_template",), lambda c: c.model_path, "without --model_path"),
+  (("eval_temperature", "eval_top_p", "eval_top_k"), lambda c: c.eval_every > 0, "with --eval_every=0"),
   (("dual_clip",), lambda c: c.policy_loss == "ppo_clip", "unless --policy_loss=ppo_clip"),
   (("dual_clip",), lambda c: not c.on_policy, "with one update per RL step, in which every ratio is 1"),
   (("value_clip",), lambda c: c.updates > 1, "with one update per RL step, before which no value has moved"),

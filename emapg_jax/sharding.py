@@ -99,3 +99,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def constrain_batch(mesh: Mesh, tree: PyTree) -> PyTree:
   """Within jit: lays the leading axis of every leaf over data and fsdp."""
   return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh)), tree)
+
+
+def constrain_slots(mesh: Mesh, tree: PyTree) -> PyTree:
+  """Within jit: as `constrain_batch`, and the heads of a KV cache [S, Hkv, C, Dh] over tensor, where there are enough of them."""
+
+  def one(x):
+    over_tensor = x.ndim == 4 and x.shape[1] % mesh.shape["tensor"] == 0
+    spec = P(*BATCH, "tensor") if over_tensor else BATCH
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+  return jax.tree.map(one, tree)

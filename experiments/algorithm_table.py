@@ -18,7 +18,8 @@ import absl.flags
 import numpy as np
 from absl import app
 
-from emapg_jax.config import ALGORITHMS, RunConfig
+from emapg_jax.config import RunConfig
+from emapg_jax.presets import ALGORITHMS
 from experiments import flags, report
 
 LAST = 8  # RL steps that a final score is the mean of

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,20 +12,24 @@ import numpy as np
 import optax
 
 from emapg_jax import data, sharding, streams
-from emapg_jax.config import KL_EXACT, KL_TOPK, RunConfig
+from emapg_jax.config import RunConfig
 from emapg_jax.envs.arithmetic import ArithmeticTask
 from emapg_jax.envs.embedded import AddTask, BetweenTask
 from emapg_jax.envs.math import MathTask
 from emapg_jax.envs.task import Problem, Task, ask, load_task
 from emapg_jax.models import critic, decoder, hf
 from emapg_jax.models.tokenizer import ChatTokenizer
-from emapg_jax.rollout import sampler
+from emapg_jax.presets import KL_EXACT, KL_TOPK
+from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.sampler import Sampler
+from emapg_jax.rollout.stop import StopStrings
 from emapg_jax.score_step import credit_step, policy_kl, score_step, value_step
 from emapg_jax.step_config import StepConfig, check_divides
 from emapg_jax.token_stats import LOGITS_PER_CHUNK
 from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import PyTree, TrainState
 from experiments import algorithms
+from experiments.compiled_once import CompiledOnce
 from experiments.estimators import ESTIMATORS
 
 LARGEST_EXACT = 8192
@@ -64,8 +67,9 @@ class Run:
   abstract_state: TrainState  # with shardings
   fresh_state: Callable[[PyTree], TrainState]  # from the policy's parameters
   keep_initial: bool
-  sample: Callable  # (params, prompts, prompt_length, keys) -> Rollout
-  sample_greedy: Callable
+  sampler: Sampler
+  sampling: Sampling  # in training
+  eval_sampling: dict[str, Sampling]  # by kind of evaluation
   score: Callable  # (params, frozen, batch, ids) -> TokenStats
   policy_kl: Callable  # (stats, ref, batch) -> Weighted
   value: Callable | None  # (params, frozen, batch) -> values; None without a critic
@@ -75,27 +79,8 @@ class Run:
   @property
   def needs_old_pass(self) -> bool:
     """Whether the policy at the start of an RL step is scored: for old log-probabilities, ids, or a KL that is known before the update."""
-    step = self.step_config
-    owns_ids = step.topk > 0 and self.config.topk_owner == "policy"
-    return owns_ids or step.kl_in_reward or self.keep_initial or not (step.on_policy or step.old_from_sampler)
-
-
-class CompiledOnce:
-  """A jitted function that warns when it compiles for shapes it has already seen: something that should be traced is not."""
-
-  def __init__(self, name: str, jitted: Callable):
-    self._name, self._jitted = name, jitted
-    self.shapes: set = set()
-
-  def __call__(self, *args: Any) -> Any:
-    """Calls the function."""
-    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(args))
-    before = self._jitted._cache_size()
-    result = self._jitted(*args)
-    if shapes in self.shapes and self._jitted._cache_size() > before:
-      warnings.warn(f"{self._name} was compiled again for shapes it had been compiled for", RuntimeWarning, stacklevel=2)
-    self.shapes.add(shapes)
-    return result
+    owns_ids = self.step_config.topk > 0 and self.config.topk_owner == "policy" and not self.sampling.report_topk
+    return owns_ids or _scores_policy(self.step_config, self.keep_initial)
 
 
 def build_task(config: RunConfig) -> Task:
@@ -242,23 +227,56 @@ def _models(config: RunConfig, model_config: decoder.DecoderConfig) -> tuple[Cal
   return model, value if config.uses_critic else None
 
 
-def _functions(
-  config: RunConfig, model_config: decoder.DecoderConfig, tokenizer: Any, step_config: StepConfig, models: tuple
-) -> dict[str, Callable | None]:
-  """The jitted functions of a run but for the training step, by their name in Run."""
+def _scores_policy(step: StepConfig, keep_initial: bool) -> bool:
+  """Whether the policy at the start of an RL step is scored for more than its top-k ids, which the sampler can give."""
+  return step.kl_in_reward or keep_initial or not (step.on_policy or step.old_from_sampler)
+
+
+def _functions(step_config: StepConfig, models: tuple) -> dict[str, Callable | None]:
+  """The jitted functions of a run but for sampling and the training step, by their name in Run."""
   model, value = models
-  sample = functools.partial(
-    sampler.sample, model_config, max_new_tokens=config.max_new_tokens, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
-  )
   functions = {
-    "sample": functools.partial(sample, temperature=config.temperature),
-    "sample_greedy": functools.partial(sample, temperature=0.0),
     "score": functools.partial(score_step, model=model, config=step_config),
     "policy_kl": policy_kl,
     "value": functools.partial(value_step, critic=value, config=step_config) if value else None,
     "credit": functools.partial(credit_step, config=step_config) if step_config.credit else None,
   }
-  return {name: function and CompiledOnce(name, jax.jit(function)) for name, function in functions.items()}
+  return {name: function and CompiledOnce(function, name) for name, function in functions.items()}
+
+
+def _sampler(config: RunConfig, model_config: decoder.DecoderConfig, tokenizer: Any, mesh: jax.sharding.Mesh) -> Sampler:
+  shards, slots = sharding.batch_devices(mesh), config.rollout_slots or config.rows
+  if slots % shards:
+    raise ValueError(
+      f"--rollout_slots={slots} can't be spread over {shards} devices (--mesh={config.mesh}): make it a multiple of {shards}."
+    )
+  return Sampler(
+    model_config,
+    slots=slots,
+    max_prompt_tokens=config.max_prompt_tokens,
+    max_new_tokens=config.max_new_tokens,
+    eos_ids=tokenizer.eos_ids,
+    pad_id=tokenizer.pad_id,
+    group=config.group_size,
+    shards=shards,
+    block=config.decode_block,
+    chunk=config.prefill_chunk,
+    stop=StopStrings(tokenizer.decode, config.stop_strings) if config.stop_strings else None,
+    constrain=functools.partial(sharding.constrain_slots, mesh),
+    jit=CompiledOnce,
+  )
+
+
+def _samplings(config: RunConfig, step_config: StepConfig, keep_initial: bool) -> dict[str, Any]:
+  """`sampling` and `eval_sampling` of a run."""
+  own_ids = config.kl in KL_TOPK and config.topk_owner == "policy" and not _scores_policy(step_config, keep_initial)
+  evaluated = Sampling(config.eval_temperature or config.temperature, config.eval_top_k, config.eval_top_p)
+  return {
+    "sampling": Sampling(
+      config.temperature, config.top_k, config.top_p, step_config.topk if own_ids else 0, own_ids and config.kl_topk_approximate
+    ),
+    "eval_sampling": {"sampled": evaluated, "greedy": Sampling(temperature=0.0)},
+  }
 
 
 def build(config: RunConfig) -> Run:
@@ -287,6 +305,7 @@ def build(config: RunConfig) -> Run:
   shardings = sharding.tree_shardings(mesh, abstract)
   constrain = functools.partial(sharding.constrain_batch, mesh)
   step = functools.partial(train_step, model=models[0], critic=models[1], optimizer=optimizer, config=step_config, constrain=constrain)
+  keep_initial = config.keep_initial == "on" or (config.keep_initial == "auto" and hasattr(task, "tokenizer"))
   return Run(
     config=config,
     task=task,
@@ -301,9 +320,11 @@ def build(config: RunConfig) -> Run:
     step_config=step_config,
     abstract_state=jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
     fresh_state=fresh_state,
-    keep_initial=config.keep_initial == "on" or (config.keep_initial == "auto" and hasattr(task, "tokenizer")),
-    train_step=CompiledOnce("train_step", jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))),
-    **_functions(config, model_config, tokenizer, step_config, models),
+    keep_initial=keep_initial,
+    train_step=CompiledOnce(step, donate_argnums=0, out_shardings=(shardings, None)),
+    sampler=_sampler(config, model_config, tokenizer, mesh),
+    **_samplings(config, step_config, keep_initial),
+    **_functions(step_config, models),
   )
 
 
@@ -333,6 +354,7 @@ def memory_plan(run: Run) -> dict[str, int]:
   tokens = config.max_prompt_tokens + config.max_new_tokens
   micro = run.step_config.micro_batch // shards
   saved = model.num_layers * model.hidden_size if model.remat else model.num_layers * (8 * model.hidden_size + 3 * model.intermediate_size)
+  per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim * width
   state = run.abstract_state
   return {
     "params": per_device(state.params),
@@ -343,5 +365,6 @@ def memory_plan(run: Run) -> dict[str, int]:
     "activations": (2 if config.uses_critic else 1) * micro * tokens * saved * width,
     "top-k": 3 * config.rows // shards * config.max_new_tokens * run.step_config.topk * 8,
     "logits": 3 * 4 * min(LOGITS_PER_CHUNK, micro * config.max_new_tokens * model.vocab_size),
-    "kv cache": config.rows // shards * tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim * width,
+    "rollout weights": per_device(state.policy) * width // np.dtype(model.param_dtype).itemsize,
+    "kv cache": (run.sampler.slots * tokens + run.sampler.prompts * config.max_prompt_tokens) // shards * per_token,
   }

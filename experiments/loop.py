@@ -14,10 +14,11 @@ import numpy as np
 
 from emapg_jax import anchor, data, metrics
 from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
-from emapg_jax.config import GROUP_ADVANTAGES, RUNTIME_FLAGS
+from emapg_jax.config import RUNTIME_FLAGS
 from emapg_jax.envs.task import counters
+from emapg_jax.presets import GROUP_ADVANTAGES
 from emapg_jax.types import Hyper, PyTree, RolloutBatch, TrainState, Weighted
-from experiments import flags, report, rollouts, warmup
+from experiments import flags, profiling, report, rollouts, warmup
 from experiments.build import Run, new_state, on_devices
 from experiments.plots import plot_curves
 
@@ -266,6 +267,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
     only_run_in(workdir),
     metrics.MetricsWriter(str(workdir)) as writer,
     Checkpointer(str(workdir / "checkpoints"), config.keep_last) as checkpointer,
+    profiling.Profiler(config.profile_steps, config.steps, workdir / "profile") as profiler,
   ):
     state, host = start(run, checkpointer, writer, workdir, stop)
     initial = keep_initial(run, state, workdir / "initial") if run.keep_initial else None
@@ -285,7 +287,8 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       log.write(0, found, samples)
     while step < config.steps and not stop.asked:
       step += 1
-      state, host, numbers, samples = rl_step(run, state, host, initial, stream, step)
+      with profiler.step(step):
+        state, host, numbers, samples = rl_step(run, state, host, initial, stream, step)
       last = step == config.steps
       evaluated = bool(run.eval) and (step % config.eval_every == 0 or last)
       if evaluated:

@@ -18,7 +18,7 @@ from absl import app
 
 from emapg_jax.checkpoint import CheckpointError
 from emapg_jax.envs.grading_pool import GradingError
-from experiments import flags, loop, report
+from experiments import flags, loop, profiling, report
 from experiments.build import build
 
 flags.define()
@@ -53,6 +53,7 @@ def main(argv: list[str]) -> None:
       raise ValueError(f"{argv[1]!r} is not a flag: write --name=value.")
     config = _effective(flags.read())
     workdir = pathlib.Path(config.workdir)
+    profiling.parse_steps(config.profile_steps, config.steps)
     run = build(config)
     report.header(run, workdir)
     with contextlib.closing(run.task) if hasattr(run.task, "close") else contextlib.nullcontext():

@@ -36,6 +36,7 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   say(f"prompts: {len(run.train.problems):,} ({run.train.dropped} longer than {config.max_prompt_tokens} tokens left out)")
   if run.eval:
     say(f"evaluation: {len(run.eval.problems):,} problems ({run.eval.dropped} too long left out), every {config.eval_every} steps")
+  _rollouts(run)
   say(f"length buckets: prompt {batching.buckets(config.max_prompt_tokens)}, response {batching.buckets(config.max_new_tokens)}")
   if config.kl_coef > 0:
     life = anchor.half_life(config.ema_decay, config.ema_period)
@@ -50,6 +51,19 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   else:
     say("KL: off" + (f"; an EMA anchor is kept (η={config.ema_decay:g})" if run.config.uses_anchor else ""))
   say(f"workdir: {workdir}")
+
+
+def _rollouts(run: Run) -> None:
+  config, made = run.config, run.sampler
+  cut = f" · top_p {config.top_p:g}, top_k {config.top_k}: ratios and KL assume full support" if config.truncated_sampling else ""
+  say(f"rollouts: {made.slots} slots, {made.prompts} prompts prefilled at a time, blocks of {config.decode_block} tokens{cut}")
+  for text in config.stop_strings:
+    try:
+      spelled = text in run.tokenizer.decode(run.tokenizer.encode_prompt(text, False))
+    except ValueError:
+      spelled = False
+    if not spelled:
+      say(f"warning: the tokenizer does not show the stop string {text!r} in what it decodes, so it may never end a response")
 
 
 def _policy_gradient(config: RunConfig) -> str:

@@ -9,9 +9,11 @@ import numpy as np
 from emapg_jax import advantages, data, streams
 from emapg_jax.envs.task import Problem, ask, counters, score_all
 from emapg_jax.rollout import batching
+from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.sampler import LENGTH
 from emapg_jax.types import PyTree, RolloutBatch
 from experiments.algorithms import ROW_ADVANTAGES
-from experiments.build import Prompts, Run, on_devices
+from experiments.build import Prompts, Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +25,9 @@ class Responses:
   prompt_length: np.ndarray  # int32 [B]
   tokens: np.ndarray  # int32 [B, T]
   length: np.ndarray  # int32 [B]
-  logp: np.ndarray  # float32 [B, T]
-  ended: np.ndarray  # bool [B]
+  sampling_logp: np.ndarray  # float32 [B, T]
+  topk_ids: np.ndarray  # int32 [B, T, K]; K is 0 where the trainer finds the ids
+  reason: np.ndarray  # str [B]: eos, stop or length
   texts: list[str]
 
   def take(self, rows: np.ndarray) -> "Responses":
@@ -53,14 +56,14 @@ class Groups:
   kept: np.ndarray  # int64 [B], rows of whole groups
 
 
-def respond(run: Run, params: PyTree, prompts: Prompts, rows: np.ndarray, keys: jax.Array, greedy: bool = False) -> Responses:
-  """Responses to prompts[rows]; waits for them."""
+def respond(run: Run, weights: PyTree, prompts: Prompts, rows: np.ndarray, keys: jax.Array, sampling: Sampling) -> Responses:
+  """Responses to prompts[rows], with weights from `run.sampler.prepare`; waits for them."""
+  distinct, owner = np.unique(rows, return_inverse=True)
+  out = run.sampler.generate(weights, [prompts.tokens[i] for i in distinct], owner, keys, sampling)
   tokens, lengths = batching.pad([prompts.tokens[i] for i in rows], run.config.max_prompt_tokens, run.tokenizer.pad_id)
-  sample = run.sample_greedy if greedy else run.sample
-  out = jax.device_get(sample(params, *on_devices(run, (tokens, lengths, keys))))
   texts = [run.tokenizer.decode(ids[:n].tolist()) for ids, n in zip(out.tokens, out.length)]
   problems = [prompts.problems[i] for i in rows]
-  return Responses(problems, tokens, lengths, out.tokens, out.length, out.logp, out.ended, texts)
+  return Responses(problems, tokens, lengths, out.tokens, out.length, out.sampling_logp, out.topk_ids, out.reason, texts)
 
 
 def training_keys(run: Run, step: int, uids: np.ndarray) -> jax.Array:
@@ -77,9 +80,11 @@ def sample_groups(run: Run, params: PyTree, stream: data.PromptStream, step: int
   """
   config, group = run.config, run.config.group_size
   parts, scores, ids = [], [], []
+  weights = run.sampler.prepare(params)
   for _ in range(1 + config.max_refills if config.dynamic_sampling else 1):
     uids = stream.take(config.prompts_per_step)
-    responses = respond(run, params, run.train, np.repeat(stream.indices(uids), group), training_keys(run, step, uids))
+    rows = np.repeat(stream.indices(uids), group)
+    responses = respond(run, weights, run.train, rows, training_keys(run, step, uids), run.sampling)
     lap("rollout")
     parts.append(responses)
     scores.append(score_all(run.task, responses.problems, responses.texts))
@@ -122,11 +127,12 @@ def to_batch(run: Run, groups: Groups) -> tuple[RolloutBatch, dict[str, float]]:
     responses.prompt_length,
     responses.tokens[:, :size],
     responses.length,
-    responses.logp[:, :size],
+    responses.sampling_logp[:, :size],
     row_advantage(rewards, ids, valid) if row_advantage else np.zeros(len(ids)),
-    scored & (responses.ended | (not config.mask_truncated)),
+    scored & ((responses.reason != LENGTH) | (not config.mask_truncated)),
     None if row_advantage else rewards,
   )
+  batch = batch.replace(topk_ids=responses.topk_ids[:, :size])
   metrics["padded_fraction"] = float(1 - (responses.prompt_length + responses.length).sum() / batch.tokens.size)
   if config.advantage == "batch_normalized":
     metrics["reward_scale"] = advantages.reward_scale(rewards, ids, valid)
@@ -142,26 +148,20 @@ def _metrics(responses: Responses, scores: np.ndarray, rewards: np.ndarray, scor
     "unscored": int((~scored).sum()),
     "response_length": float(responses.length.mean()),
     "response_length_max": int(responses.length.max()),
-    "truncated_fraction": float(1 - responses.ended.mean()),
+    "truncated_fraction": float((responses.reason == LENGTH).mean()),
   }
 
 
 def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], list[dict]]:
-  """Mean score over the evaluation problems, sampled at the training temperature and greedy; the task's counters; samples for the log."""
+  """Mean score over the evaluation problems, sampled and greedy; the task's counters; samples for the log."""
   counters(run.task)  # what came before belongs to no evaluation
   metrics, samples = {}, []
-  for kind in ("sampled", "greedy"):
-    scores, count, width = [], len(run.eval.problems), run.config.rows
-    for start in range(0, count, width):
-      rows = np.arange(start, start + width)
-      # The last batch is filled up, so that nothing compiles again, and the fill is cut off before anything is counted.
-      keys = streams.row_keys(run.config.seed, streams.EVAL, step, rows, np.zeros_like(rows))
-      responses = respond(run, params, run.eval, rows % count, keys, greedy=kind == "greedy")
-      real = min(width, count - start)
-      scores.append(score_all(run.task, responses.problems[:real], responses.texts[:real]))
-      if start == 0:
-        samples += log_samples(run, responses, scores[0], kind, min(real, run.config.samples_logged))
-    found = np.concatenate(scores)
+  weights, rows = run.sampler.prepare(params), np.arange(len(run.eval.problems))
+  for kind, sampling in run.eval_sampling.items():
+    keys = streams.row_keys(run.config.seed, streams.EVAL, step, rows, np.zeros_like(rows))
+    responses = respond(run, weights, run.eval, rows, keys, sampling)
+    found = score_all(run.task, responses.problems, responses.texts)
+    samples += log_samples(run, responses, found, kind, min(len(rows), run.config.samples_logged))
     if np.isfinite(found).any():
       metrics[f"eval_{kind}"] = float(np.nanmean(found))
     metrics["eval_unscored"] = metrics.get("eval_unscored", 0) + int(np.isnan(found).sum())
@@ -184,7 +184,7 @@ def log_samples(run: Run, responses: Responses, scores: np.ndarray, kind: str, c
       "extracted": extract(responses.problems[i], responses.texts[i]),
       "answer": responses.problems[i].answer,
       "tokens": int(responses.length[i]),
-      "reason": "eos" if responses.ended[i] else "length",
+      "reason": str(responses.reason[i]),
     }
     for i in range(count)
   ]

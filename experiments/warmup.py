@@ -10,6 +10,7 @@ import optax
 from emapg_jax import masking, optim, sharding, streams
 from emapg_jax.envs.task import score_all
 from emapg_jax.rollout import batching
+from emapg_jax.rollout.draw import Sampling
 from emapg_jax.score_step import response_stats
 from emapg_jax.types import RolloutBatch, TrainState
 from experiments.build import Run, on_devices
@@ -49,14 +50,10 @@ def _demonstrations(run: Run, rng: np.random.Generator) -> RolloutBatch:
 
 def greedy_accuracy(run: Run, params) -> float:
   """Greedy accuracy on some training problems: the evaluation problems must not decide when to stop."""
-  scores = []
-  chosen = np.random.default_rng(0).permutation(len(run.train.problems))
-  for start in range(0, CHECK_ROWS, run.config.rows):
-    rows = chosen[np.arange(start, start + run.config.rows) % len(chosen)]
-    keys = streams.row_keys(run.config.seed, streams.WARMUP, 0, rows, np.zeros_like(rows))
-    responses = respond(run, params, run.train, rows, keys, greedy=True)
-    scores.append(score_all(run.task, responses.problems, responses.texts))
-  return float(np.mean(np.concatenate(scores)))
+  rows = np.random.default_rng(0).permutation(len(run.train.problems))[:CHECK_ROWS]
+  keys = streams.row_keys(run.config.seed, streams.WARMUP, 0, rows, np.zeros_like(rows))
+  responses = respond(run, run.sampler.prepare(params), run.train, rows, keys, Sampling(temperature=0.0))
+  return float(np.mean(score_all(run.task, responses.problems, responses.texts)))
 
 
 def warm_up(run: Run, state: TrainState, stop) -> TrainState:

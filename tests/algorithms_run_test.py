@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from emapg_jax.checkpoint import Checkpointer, HostState
-from emapg_jax.config import ALGORITHMS, RunConfig
+from emapg_jax.config import RunConfig
 from emapg_jax.envs.embedded import AddTask
+from emapg_jax.presets import ALGORITHMS
 from emapg_jax.types import RolloutBatch, TokenStats
 from experiments import loop, report, rollouts
 from experiments.build import Run, build
@@ -226,11 +227,11 @@ def test_kl_in_the_reward(changes, tmp_path, capsys):
 def drifted(run: Run, by) -> Run:
   """The run with a sampler whose log-probabilities of rows 0, 2, 4… are off by `by[0]`, of the others by `by[1]`."""
 
-  def sample(*args):
-    out = run.sample(*args)
-    return out.replace(logp=out.logp + np.resize(np.float32(by), len(out.logp))[:, None])
+  def generate(*args):
+    out = run.sampler.generate(*args)
+    return dataclasses.replace(out, sampling_logp=out.sampling_logp + np.resize(np.float32(by), len(out.logp))[:, None])
 
-  return dataclasses.replace(run, sample=sample)
+  return dataclasses.replace(run, sampler=types.SimpleNamespace(prepare=run.sampler.prepare, generate=generate))
 
 
 def test_old_log_probabilities_of_the_sampler(tmp_path):

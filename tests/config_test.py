@@ -7,7 +7,8 @@ import sys
 import pytest
 from absl.flags import FlagValues
 
-from emapg_jax.config import ALGORITHMS, KL_ESTIMATORS, RunConfig
+from emapg_jax.config import RunConfig
+from emapg_jax.presets import ALGORITHMS, KL_ESTIMATORS
 from experiments import flags
 from experiments.estimators import ESTIMATORS
 
@@ -18,6 +19,15 @@ from experiments.estimators import ESTIMATORS
     ({"kl": "topk_revers"}, r"--kl=topk_revers is unknown. Did you mean 'topk_reverse'\?"),
     ({"aggregation": "mean"}, r"--aggregation=mean is unknown.* Use one of token_mean"),
     ({"algorithm": "pro"}, r"--algorithm=pro is unknown. Did you mean 'ppo'\?"),
+    ({"top_p": 0.9}, r"--top_p=0.9 and --top_k=0 with --truncated_sampling=False: .* can be drawn"),
+    ({"top_k": 50}, r"--top_p=1.0 and --top_k=50 with --truncated_sampling=False"),
+    ({"truncated_sampling": True}, r"--top_p=1.0 and --top_k=0 with --truncated_sampling=True: .* Leave them"),
+    ({"top_p": 0.0, "truncated_sampling": True}, r"--top_p=0.0 must be above 0"),
+    ({"eval_top_p": 1.5}, r"--eval_top_p=1.5 must lie in \[0, 1\]"),
+    ({"eval_top_k": 5, "eval_every": 0}, r"--eval_top_k=5 has no effect with --eval_every=0"),
+    ({"rollout_slots": -1}, r"--rollout_slots=-1 must be at least 0"),
+    ({"decode_block": 0}, r"--decode_block=0 must be above 0"),
+    ({"micro_batch": 2, "micro_tokens": 100}, r"--micro_batch=2 and --micro_tokens=100 both say"),
     ({"temperature": 0.0}, r"--temperature=0.0 must be above 0"),
     ({"ema_decay": 1.1}, r"--ema_decay=1.1 must lie in \[0, 1\]"),
     ({"kl_coef": -1.0}, r"--kl_coef=-1.0 must be at least 0"),

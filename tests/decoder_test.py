@@ -26,7 +26,8 @@ CONFIG = decoder.DecoderConfig(
 )
 
 init_params = jax.jit(decoder.init_params, static_argnums=0)
-apply = jax.jit(decoder.apply, static_argnums=0, static_argnames="return_cache")
+apply = jax.jit(decoder.apply, static_argnums=0)
+apply_cached = jax.jit(decoder.apply_cached, static_argnums=0, static_argnames="visible")
 
 
 @functools.cache
@@ -75,38 +76,55 @@ def test_initial_layers_differ():
   assert not np.array_equal(kernel[0], kernel[1])
 
 
+def prefilled(tokens):
+  """Hidden states and the cache of whole prompts [B, S]."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+  return apply_cached(CONFIG, decoder.unstack_layers(random_params()), tokens, positions, decoder.empty_cache(CONFIG, *tokens.shape))
+
+
 def test_prefill_and_decode_equal_full_forward():
   tokens = random_tokens((2, 12))
   prompt_lengths = jnp.array([3, 6])  # rows write at positions of their own
   full = apply(CONFIG, random_params(), tokens)
   prompt = jnp.where(jnp.arange(12)[None, :] < prompt_lengths[:, None], tokens, 0)
-  hidden, cache = apply(CONFIG, random_params(), prompt, return_cache=True)
+  hidden, cache = prefilled(prompt)
   for row, length in enumerate([3, 6]):
     np.testing.assert_allclose(hidden[row, :length], full[row, :length], atol=1e-5)
   unstacked = decoder.unstack_layers(random_params())
   for offset in range(6):
     positions = (prompt_lengths + offset)[:, None]
-    hidden, cache = apply(CONFIG, unstacked, jnp.take_along_axis(tokens, positions, axis=1), positions, cache)
+    hidden, cache = apply_cached(CONFIG, unstacked, jnp.take_along_axis(tokens, positions, axis=1), positions, cache)
     np.testing.assert_allclose(hidden, jnp.take_along_axis(full, positions[..., None], axis=1), atol=1e-5)
 
 
 def test_several_tokens_at_once_into_the_cache_equal_full_forward():
   tokens = random_tokens((2, 12))
   full = apply(CONFIG, random_params(), tokens)
-  _, cache = apply(CONFIG, random_params(), tokens.at[:, 5:].set(0), return_cache=True)
+  _, cache = prefilled(tokens.at[:, 5:].set(0))
   positions = jnp.broadcast_to(jnp.arange(5, 12)[None, :], (2, 7))
-  hidden, _ = apply(CONFIG, decoder.unstack_layers(random_params()), tokens[:, 5:], positions, cache)
+  hidden, _ = apply_cached(CONFIG, decoder.unstack_layers(random_params()), tokens[:, 5:], positions, cache)
   np.testing.assert_allclose(hidden, full[:, 5:], atol=1e-5)
 
 
 def test_cache_is_keys_and_values_per_layer():
-  _, cache = apply(CONFIG, random_params(), random_tokens((2, 12)), return_cache=True)
-  assert [[a.shape for a in layer] for layer in cache] == [[(2, 12, 2, 8)] * 2] * 2
+  _, cache = prefilled(random_tokens((2, 12)))
+  assert [[a.shape for a in layer] for layer in cache] == [[(2, 2, 12, 8)] * 2] * 2
+
+
+def test_only_visible_slots_are_read():
+  tokens = random_tokens((2, 12))
+  _, cache = prefilled(tokens)
+  spoilt = jax.tree.map(lambda a: a.at[:, :, 6:].set(jnp.nan), cache)
+  arguments = CONFIG, decoder.unstack_layers(random_params()), tokens[:, 5:6], jnp.full((2, 1), 5)
+  expected = apply(CONFIG, random_params(), tokens)[:, 5:6]
+  for size in (6, 9, None):
+    np.testing.assert_allclose(apply_cached(*arguments, spoilt, visible=size)[0], expected, atol=1e-5)
+  assert not np.allclose(apply_cached(*arguments, cache, visible=5)[0], expected, atol=1e-3)
 
 
 def test_token_beyond_the_cache_is_dropped_and_never_overwrites_the_last_slot():
-  _, cache = apply(CONFIG, random_params(), random_tokens((2, 12)), return_cache=True)
-  _, after = apply(CONFIG, decoder.unstack_layers(random_params()), random_tokens((2, 1)), jnp.full((2, 1), 12), cache)
+  _, cache = prefilled(random_tokens((2, 12)))
+  _, after = apply_cached(CONFIG, decoder.unstack_layers(random_params()), random_tokens((2, 1)), jnp.full((2, 1), 12), cache)
   jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
@@ -126,12 +144,15 @@ def test_rows_do_not_see_each_other():
   np.testing.assert_allclose(alone, apply(CONFIG, random_params(), tokens)[1:], atol=1e-5)
 
 
-def test_positions_act_only_by_their_differences():
-  tokens = random_tokens((2, 12))
-  shifted = jnp.broadcast_to(jnp.arange(12)[None, :] + 7, (2, 12))
-  full = apply(CONFIG, random_params(), tokens)
-  np.testing.assert_allclose(apply(CONFIG, random_params(), tokens, shifted), full, atol=1e-4)
-  assert np.max(np.abs(apply(CONFIG, random_params(), tokens, 2 * (shifted - 7)) - full)) > 0.1
+def test_rotations_act_only_by_the_difference_of_positions():
+  q, k = (jax.random.normal(jax.random.key(i), (1, 6, 1, 8)) for i in (0, 1))
+
+  def products(positions):
+    return jnp.einsum("bihd,bjhd->bij", *(decoder._rotate(x, positions, CONFIG) for x in (q, k)))
+
+  positions = jnp.arange(6)[None, :]
+  np.testing.assert_allclose(products(positions + 7), products(positions), atol=1e-4)
+  assert np.max(np.abs(products(2 * positions) - products(positions))) > 0.1
 
 
 def test_llama3_frequencies_by_hand():

@@ -19,7 +19,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from emapg_jax import losses
-from emapg_jax.config import KL_EXACT, KL_SAMPLED, KL_TOPK
+from emapg_jax.presets import KL_EXACT, KL_SAMPLED, KL_TOPK
 from emapg_jax.score_step import credit_step, score_step, value_step
 from emapg_jax.step_config import StepConfig
 from emapg_jax.train_step import init_state, train_step

@@ -48,7 +48,13 @@ PERTURBED = {
   "group_size": ("sampled", 8, {}),
   "max_prompt_tokens": ("model", 16, {}),
   "max_new_tokens": ("sampler", 16, {}),
-  "temperature": ("sampler", 0.5, {}),
+  "temperature": ("sampling", 0.5, {}),
+  "top_p": ("sampling", 0.8, {"truncated_sampling": True, "top_k": 4}),
+  "top_k": ("sampling", 3, {"truncated_sampling": True, "top_p": 0.9}),
+  "stop_strings": ("sampler", ("1",), {}),
+  "rollout_slots": ("sampler", 16, {}),
+  "decode_block": ("sampler", 4, {}),
+  "prefill_chunk": ("sampler", 3, {}),
   "chat_template": ("prompts", "{{ messages[0]['content'] }} ->", MODEL),
   "box_instruction": ("prompts", False, MATH),
   "answer_mode": ("task", "number", MATH),
@@ -76,7 +82,7 @@ PERTURBED = {
   "mask_truncated": ("batch", True, {}),
   "kl": ("step", "score_topk_reverse", {}),
   "kl_topk": ("step", 5, {}),
-  "kl_topk_ids": ("old_pass", "anchor", {"mini_batches": 1, "keep_initial": "off"}),
+  "kl_topk_ids": ("sampling", "anchor", {"mini_batches": 1, "keep_initial": "off"}),
   "kl_topk_approximate": ("step", True, {}),
   "kl_coef": ("hyper", 0.1, {}),
   "kl_placement": ("step", "reward", {}),
@@ -113,6 +119,9 @@ PERTURBED = {
   "num_layers": ("state", 2, {}),
   "num_heads": ("model", 4, {}),
   "eval_every": ("evaluation", 0, {}),
+  "eval_temperature": ("sampling", 0.5, {}),
+  "eval_top_p": ("sampling", 0.5, {}),
+  "eval_top_k": ("sampling", 5, {}),
   "eval_problems": ("evaluation", 10, {}),
   "samples_logged": ("evaluation", 3, {}),
   "mesh": ("mesh", "data:4,fsdp:2", {}),
@@ -127,6 +136,8 @@ ELSEWHERE = {
   "steps": "when a run ends: run_test, test_what_a_run_leaves",
   "save_every": "which checkpoints there are: run_test, test_what_a_run_leaves",
   "keep_last": "which of them stay: checkpoint_test",
+  "truncated_sampling": "whether top_p and top_k are accepted: config_test, test_refused",
+  "profile_steps": "which steps are traced: profiling_test",
   "override": "what may differ on resume: checkpoint_test, test_override_accepts_what_it_names_and_only_that",
 }
 
@@ -204,8 +215,9 @@ def responses(run, count):
     prompt_length=np.full(count, 3, np.int32),
     tokens=tokens,
     length=length,
-    logp=-np.ones(tokens.shape, np.float32),
-    ended=length < run.config.max_new_tokens,
+    sampling_logp=-np.ones(tokens.shape, np.float32),
+    topk_ids=np.zeros((*tokens.shape, 0), np.int32),
+    reason=np.where(length < run.config.max_new_tokens, "eos", "length"),
     texts=["1"] * count,
   )
 
@@ -223,31 +235,32 @@ def batch(run):
 class Flat:
   """In place of the model and the scores: responses that are all given, and all wrong; counts them."""
 
-  def __init__(self, monkeypatch):
+  def __init__(self, run, monkeypatch):
     self.calls = []
     monkeypatch.setattr(rollouts, "respond", self._respond)
+    monkeypatch.setattr(run.sampler, "prepare", lambda params: params)
     monkeypatch.setattr(rollouts, "score_all", lambda task, problems, texts: np.zeros(len(texts)))
 
-  def _respond(self, run, params, prompts, rows, keys, greedy=False):
-    del params, prompts, greedy
+  def _respond(self, run, weights, prompts, rows, keys, sampling):
+    del weights, prompts, sampling
     self.calls.append((len(rows), np.asarray(jax.random.key_data(keys)).tolist()))
     return responses(run, len(rows))
 
 
 def sampled(run, monkeypatch):
-  flat, stream = Flat(monkeypatch), data.PromptStream(len(run.train.problems), run.config.seed)
+  flat, stream = Flat(run, monkeypatch), data.PromptStream(len(run.train.problems), run.config.seed)
   groups = rollouts.sample_groups(run, None, stream, 1, lambda phase: None)
   return len(flat.calls), stream.position, len(groups.kept)
 
 
 def keys(run, monkeypatch):
-  flat = Flat(monkeypatch)
+  flat = Flat(run, monkeypatch)
   rollouts.sample_groups(run, None, data.PromptStream(len(run.train.problems), 0), 1, lambda phase: None)
   return flat.calls
 
 
 def evaluation(run, monkeypatch):
-  Flat(monkeypatch)
+  Flat(run, monkeypatch)
   if run.eval is None:
     return None
   metrics, samples = rollouts.evaluate(run, None, 0)
@@ -285,6 +298,12 @@ def warmed_up(run, monkeypatch):
   return plain(warmup.warm_up(run, loop.new_state(run), types.SimpleNamespace(asked=False)).params)
 
 
+def sampler(run):
+  made = run.sampler
+  stopped = made.stop and made.stop.find(range(16))
+  return made.slots, made.max_prompt_tokens, made.max_new_tokens, made._block, made._chunk, stopped
+
+
 ASK = {
   "step": step,
   "policy_loss": policy_loss,
@@ -296,7 +315,8 @@ ASK = {
   "model": lambda run: run.model_config,
   "mesh": lambda run: dict(run.mesh.shape),
   "prompts": lambda run: (run.train.fingerprint(), run.train.tokens),
-  "sampler": lambda run: run.sample._jitted.__wrapped__.keywords,
+  "sampler": sampler,
+  "sampling": lambda run: (run.sampling, run.eval_sampling),
   "old_pass": lambda run: run.needs_old_pass,
   "batch": batch,
   "next_host": next_host,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from emapg_jax import advantages, credit, losses
-from emapg_jax.config import KL_IN_REWARD, KL_TOPK
+from emapg_jax.presets import KL_IN_REWARD, KL_TOPK
 from tests import enumerable
 from tests.enumerable import ANCHOR, COUNT, CRITIC, KL_COEF, MASK, PAIRS, POLICY, REWARDS, SEQUENCES, VOCAB, expected_change
 

@@ -89,13 +89,14 @@ def test_greedy_tokens_equal_torch_with_a_cache(name):
 
   @jax.jit
   def generate(params, tokens):
-    hidden, cache = decoder.apply(config, params, tokens, return_cache=True)
+    unstacked, rows, size = decoder.unstack_layers(params), *tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(size)[None, :], tokens.shape)
+    hidden, cache = decoder.apply_cached(config, unstacked, tokens, positions, decoder.empty_cache(config, rows, size))
     first = jnp.argmax(jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0] @ head, axis=-1)
-    unstacked = decoder.unstack_layers(params)
 
     def step(carry, offset):
       token, cache = carry
-      hidden, cache = decoder.apply(config, unstacked, token[:, None], (lengths + offset)[:, None], cache)
+      hidden, cache = decoder.apply_cached(config, unstacked, token[:, None], (lengths + offset)[:, None], cache)
       return (jnp.argmax(hidden[:, 0] @ head, axis=-1), cache), token
 
     return jax.lax.scan(step, (first, cache), jnp.arange(16))[1].T

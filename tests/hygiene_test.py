@@ -13,7 +13,20 @@ CODE = LIBRARY + sorted((ROOT / "experiments").rglob("*.py"))
 # A module may import from its own layer and from later ones.
 LAYERS = (
   {"rollout", "train_step", "score_step", "step_config", "envs", "checkpoint", "config", "metrics"},
-  {"losses", "token_stats", "anchor", "advantages", "credit", "optim", "models", "sharding", "streams", "data"},
+  {
+    "losses",
+    "token_stats",
+    "sharded_token_stats",
+    "anchor",
+    "advantages",
+    "credit",
+    "optim",
+    "models",
+    "sharding",
+    "streams",
+    "data",
+    "presets",
+  },
   {"kl", "topk_kl", "masking", "types"},
 )
 

@@ -10,9 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from emapg_jax import losses, optim, sharding, streams
-from emapg_jax.rollout import sampler
+from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.sampler import Sampler
 from emapg_jax.score_step import score_step
 from emapg_jax.train_step import init_state, train_step
+from experiments.compiled_once import CompiledOnce
 from tests import tiny
 
 pytestmark = pytest.mark.multi_device
@@ -91,7 +93,7 @@ def test_every_policy_loss_in_float64(aggregation, x64):
 
 
 @pytest.mark.parametrize("spec", ["data:8", "data:2,fsdp:2,tensor:2"])
-def test_scores_and_samples(spec):
+def test_scores(spec):
   mesh = sharding.make_mesh(spec)
   params = jax.device_put(tiny.params(), sharding.tree_shardings(mesh, tiny.params()))
   data = tiny.batch()
@@ -99,10 +101,24 @@ def test_scores_and_samples(spec):
   score = jax.jit(functools.partial(score_step, model=tiny.model, config=tiny.config(micro_batch=8, topk=tiny.TOPK)))
   chex.assert_trees_all_close(jax.device_get(score(params, (), sharded, sharded.topk_ids)).logp, data.old_logp, atol=1e-5)
 
-  sample = jax.jit(functools.partial(sampler.sample, tiny.CONFIG, max_new_tokens=6, temperature=1.0, eos_ids=(3,), pad_id=0))
-  prompts, lengths = data.tokens[:, : tiny.PROMPT], data.prompt_length
-  keys = streams.row_keys(0, streams.ROLLOUT, 1, np.arange(8), np.zeros(8, int))
-  one = jax.device_get(sample(tiny.params(), prompts, lengths, keys))
-  many = jax.device_get(sample(params, *jax.device_put((prompts, lengths, keys), sharding.batch_sharding(mesh))))
+
+@pytest.mark.parametrize("spec", ["data:8", "data:2,fsdp:2,tensor:2"])
+@pytest.mark.parametrize("slots", [16, 8])
+def test_samples(spec, slots):
+  mesh = sharding.make_mesh(spec)
+  params = jax.device_put(tiny.params(), sharding.tree_shardings(mesh, tiny.params()))
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(0, 16, n).tolist() for n in rng.integers(1, tiny.PROMPT + 1, 10)]
+  owner, keys = np.repeat(np.arange(10), 2), streams.row_keys(0, streams.ROLLOUT, 1, np.arange(20), np.zeros(20, int))
+
+  def generate(params, **changes):
+    sizes = {"slots": slots, "group": 2, "block": 3, "max_prompt_tokens": tiny.PROMPT, "max_new_tokens": 6}
+    made = Sampler(tiny.CONFIG, **sizes | changes, eos_ids=(3,), pad_id=0, jit=CompiledOnce)
+    return made.generate(made.prepare(params), prompts, owner, keys, Sampling(report_topk=4))
+
+  one = generate(tiny.params())
+  many = generate(params, shards=sharding.batch_devices(mesh), constrain=functools.partial(sharding.constrain_slots, mesh))
   np.testing.assert_array_equal(many.tokens, one.tokens)
+  np.testing.assert_array_equal(many.reason, one.reason)
   np.testing.assert_allclose(many.logp, one.logp, atol=1e-5)
+  np.testing.assert_allclose(many.topk_logp, one.topk_logp, atol=1e-5)

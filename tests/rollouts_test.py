@@ -26,6 +26,7 @@ class Fake:
     group_size = len(scores[0][0])
     prompts = {"prompts_per_step": len(scores[0]), "group_size": group_size}
     self.config = RunConfig(task="add", max_new_tokens=LONGEST, mini_batches=1, **prompts | changes)
+    self.sampler, self.sampling = types.SimpleNamespace(prepare=lambda params: f"prepared {params}"), "as in training"
     self.train, self.task = None, types.SimpleNamespace(score_batch=self._score)
     self.stream = data.PromptStream(50, seed=0)
     self.keys, self.laps = [], []
@@ -33,8 +34,8 @@ class Fake:
     self._lengths, self._ended = lengths or [3] * len(self._scores[0]), ended
     monkeypatch.setattr(rollouts, "respond", self._respond)
 
-  def _respond(self, run, params, prompts, rows, keys):
-    assert (run, params, prompts) == (self, "policy", self.train)
+  def _respond(self, run, weights, prompts, rows, keys, sampling):
+    assert (run, weights, prompts, sampling) == (self, "prepared policy", self.train, "as in training")
     self.keys.append(np.asarray(jax.random.key_data(keys)))
     ids = self._sampled + np.arange(len(rows), dtype=np.int32)
     self._sampled += len(rows)
@@ -45,8 +46,9 @@ class Fake:
       prompt_length=1 + np.asarray(rows, np.int32) % 2,
       tokens=np.tile(ids[:, None], (1, LONGEST)),
       length=length,
-      logp=-np.tile(ids[:, None], (1, LONGEST)).astype(np.float32),
-      ended=np.resize(np.asarray(self._ended), len(rows)) if self._ended else np.ones(len(rows), bool),
+      sampling_logp=-np.tile(ids[:, None], (1, LONGEST)).astype(np.float32),
+      topk_ids=np.tile(ids[:, None, None], (1, LONGEST, 2)),
+      reason=np.where(np.resize(np.asarray(self._ended or [1]), len(rows)), np.resize(["eos", "stop"], len(rows)), "length"),
       texts=[str(i) for i in ids],
     )
 
@@ -163,6 +165,8 @@ def test_the_batch_holds_the_kept_rows_and_nothing_of_the_others(monkeypatch):
   np.testing.assert_array_equal(batch.mask.sum(axis=1), [3, 5, 1, 2])
   np.testing.assert_array_equal(batch.advantages[:, 0], [-0.5, 0.5, -0.5, 0.5])
   np.testing.assert_array_equal(batch.sampling_logp[:, 0], [-2, -3, -4, -5])
+  np.testing.assert_array_equal(batch.topk_ids[:, 0], [[2, 2], [3, 3], [4, 4], [5, 5]])
+  assert batch.topk_ids.shape == (*batch.mask.shape, 2)
   np.testing.assert_array_equal(batch.prompt_length, groups.responses.prompt_length[2:6])
 
 
@@ -272,8 +276,9 @@ def responses(width, ids):
     prompt_length=np.full(n, width, np.int32),
     tokens=np.tile(10 * numbers[:, None], (1, 3)),
     length=numbers % 4,
-    logp=np.tile(-numbers[:, None], (1, 3)).astype(np.float32),
-    ended=numbers % 2 == 0,
+    sampling_logp=np.tile(-numbers[:, None], (1, 3)).astype(np.float32),
+    topk_ids=np.tile(numbers[:, None, None], (1, 3, 2)),
+    reason=np.where(numbers % 2 == 0, "eos", "length"),
     texts=[f"text {i}" for i in ids],
   )
 
@@ -287,18 +292,20 @@ def test_join_and_take_keep_every_column_in_step():
   taken, expected = joined.take(rows), [5, 3, 3, 1]
   np.testing.assert_array_equal(taken.tokens[:, 0], 10 * np.array(expected))
   np.testing.assert_array_equal(taken.prompts[:, 0], expected)
-  np.testing.assert_array_equal(taken.logp[:, 2], -np.array(expected))
+  np.testing.assert_array_equal(taken.sampling_logp[:, 2], -np.array(expected))
   assert taken.length.tolist() == [i % 4 for i in expected]
-  assert taken.ended.tolist() == [i % 2 == 0 for i in expected]
+  np.testing.assert_array_equal(taken.topk_ids[:, 1, 1], expected)
+  assert taken.reason.tolist() == ["eos" if i % 2 == 0 else "length" for i in expected]
   assert taken.texts == [f"text {i}" for i in expected]
   assert [problem.prompt for problem in taken.problems] == [str(i) for i in expected]
-  assert (taken.tokens.dtype, taken.ended.dtype, taken.logp.dtype) == (np.int32, bool, np.float32)
+  assert (taken.tokens.dtype, taken.sampling_logp.dtype) == (np.int32, np.float32)
 
 
 def test_a_counter_of_the_task_never_replaces_an_accuracy(monkeypatch):
   run = Fake(monkeypatch, [[(0.0, 1.0)], [(1.0, 1.0)]])
-  run.config, run.eval = types.SimpleNamespace(rows=2, seed=0, samples_logged=0), types.SimpleNamespace(problems=[1, 2])
+  run.config, run.eval = types.SimpleNamespace(seed=0, samples_logged=0), types.SimpleNamespace(problems=[1, 2])
+  run.eval_sampling = {"sampled": 1, "greedy": 0}
   run.task.metrics = lambda: {"greedy": 77.0, "own": 3.0}
-  monkeypatch.setattr(rollouts, "respond", lambda *args, greedy: rollouts.Responses([1, 2], *[np.zeros(2)] * 6, ["a", "b"]))
+  monkeypatch.setattr(rollouts, "respond", lambda *args: rollouts.Responses([1, 2], *[np.zeros(2)] * 7, ["a", "b"]))
   found, _ = rollouts.evaluate(run, None, 0)
   assert found == {"eval_sampled": 0.5, "eval_greedy": 1.0, "eval_unscored": 0, "eval_task_greedy": 77.0, "eval_own": 3.0}

@@ -19,7 +19,8 @@ from emapg_jax.checkpoint import Checkpointer
 from emapg_jax.config import RunConfig
 from emapg_jax.envs.embedded import AddTask
 from experiments import loop, warmup
-from experiments.build import CompiledOnce, build, new_state
+from experiments.build import build, new_state
+from experiments.compiled_once import CompiledOnce
 
 TINY = RunConfig(
   task="add",
@@ -370,7 +371,7 @@ def test_warm_up_compiles_once_and_gives_the_layout_of_the_run(tmp_path):
 
 
 def test_a_second_compilation_for_the_same_shapes_is_a_warning():
-  twice = CompiledOnce("twice", jax.jit(lambda x, y: x * y))
+  twice = CompiledOnce(lambda x, y: x * y, "twice")
   twice(np.float32(1), np.float32(2))
   twice(np.float32(3), np.float32(4))
   twice(np.ones(2, np.float32), np.float32(4))

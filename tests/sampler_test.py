@@ -1,83 +1,143 @@
-"""The sampler against the trainer's own scoring, its stops, and its draws."""
+"""Sequences through slots: against the trainer's own scoring, whatever the slots, blocks, chunks and neighbours; stops and limits."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from emapg_jax import streams
 from emapg_jax.models import decoder
 from emapg_jax.rollout import sampler
+from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.sampler import Sampler
+from emapg_jax.rollout.stop import StopStrings
 from emapg_jax.token_stats import token_stats
 
 CONFIG = decoder.DecoderConfig(
   vocab_size=16, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=64
 )
-EOS, PAD, NEW = (3, 5), 5, 12  # the pad id is one of the end ids: masks must not look at token values
+EOS, PAD, PROMPT, NEW, ROWS = (3, 5), 5, 8, 12, 24  # the pad id is one of the end ids: masks must not look at token values
 PARAMS = decoder.init_params(CONFIG, jax.random.key(0))
+WARM = Sampling(temperature=0.7)
+# Slots, samples of a prompt, decode block and prefill chunk: all at once; refilled; refilled at every turn, by groups.
+LAYOUTS = {"one fill": (24, 1, 32, 512), "refilled": (7, 1, 5, 3), "groups": (5, 4, 1, 8)}
 
 
-def prompts(rows=24, width=8):
-  tokens = jax.random.randint(jax.random.key(1), (rows, width), 0, 16)
-  return tokens, jax.random.randint(jax.random.key(2), (rows,), 1, width + 1)
-
-
-def keys_for(rows, step=1):
-  return streams.row_keys(0, streams.ROLLOUT, step, np.arange(rows), np.zeros(rows, int))
+def letters(ids):
+  """The text of token ids: a letter each, without the end ids."""
+  return "".join(chr(97 + int(i)) for i in ids if int(i) not in EOS)
 
 
 @functools.cache
-def sampling(temperature=0.7, new=NEW, eos=EOS):
-  return jax.jit(functools.partial(sampler.sample, CONFIG, max_new_tokens=new, temperature=temperature, eos_ids=eos, pad_id=PAD))
+def make(slots=24, group=1, block=32, chunk=512, eos=EOS, stop=(), new=NEW, config=CONFIG):
+  return Sampler(
+    config,
+    **{"slots": slots, "group": group, "block": block, "chunk": chunk, "max_prompt_tokens": PROMPT, "max_new_tokens": new},
+    **{"eos_ids": eos, "pad_id": PAD, "stop": StopStrings(letters, stop) if stop else None},
+  )
 
 
-def scored(tokens, lengths, out, temperature):
+@functools.cache
+def weights():
+  return make().prepare(PARAMS)
+
+
+def prompts(count=ROWS):
+  rng = np.random.default_rng(1)
+  return [rng.integers(0, 16, n).tolist() for n in rng.integers(1, PROMPT + 1, count)]
+
+
+def keys_for(rows=ROWS, step=1):
+  return streams.row_keys(0, streams.ROLLOUT, step, np.arange(rows), np.zeros(rows, int))
+
+
+def generate(made, sampling=WARM, count=ROWS, **changes):
+  return made.generate(
+    weights(), **{"prompts": prompts(count), "owner": np.arange(count), "keys": keys_for(count)} | changes, sampling=sampling
+  )
+
+
+@functools.cache
+def full_forward(temperature, topk=0):
+  def score(tokens, lengths, responses, ids=None):
+    before = lengths[:, None] - 1 + jnp.arange(responses.shape[1])[None, :]
+    hidden = jnp.take_along_axis(decoder.apply(CONFIG, PARAMS, tokens), before[..., None], axis=1)
+    return token_stats(hidden, decoder.unembedding(PARAMS), responses, topk_ids=ids, topk=topk, temperature=temperature)
+
+  return jax.jit(score)
+
+
+def scored(out, temperature, ids=None, given=None):
   """What the trainer says of the sampled tokens."""
-  full = jnp.pad(tokens, ((0, 0), (0, NEW)))
-  full = jax.vmap(lambda row, length, ids: jax.lax.dynamic_update_slice(row, ids, (length,)))(full, lengths, out.tokens)
-  before = lengths[:, None] - 1 + jnp.arange(NEW)[None, :]
-  hidden = jnp.take_along_axis(decoder.apply(CONFIG, PARAMS, full), before[..., None], axis=1)
-  return hidden, token_stats(hidden, decoder.unembedding(PARAMS), out.tokens, temperature=temperature)
+  given = given or prompts()
+  tokens = np.zeros((len(given), PROMPT + NEW), np.int32)
+  for row, prompt, response in zip(tokens, given, out.tokens):
+    row[: len(prompt) + NEW] = [*prompt, *response]
+  return jax.device_get(full_forward(temperature)(tokens, np.asarray([len(p) for p in given]), out.tokens, ids))
 
 
-def test_log_probs_are_the_trainers():
-  tokens, lengths = prompts()
-  out = sampling()(PARAMS, tokens, lengths, keys_for(24))
-  _, stats = scored(tokens, lengths, out, 0.7)
-  inside = np.arange(NEW) < np.asarray(out.length)[:, None]
-  np.testing.assert_allclose(np.where(inside, out.logp, 0), np.where(inside, stats.logp, 0), atol=1e-5)
-  assert np.all(np.asarray(out.logp)[~inside] == 0)
-  assert np.all(np.asarray(out.tokens)[~inside] == PAD)
+def inside(out):
+  return np.arange(out.tokens.shape[1]) < out.length[:, None]
+
+
+def assert_same(found, expected, rows=slice(None)):
+  """Ids and reasons equal, log-probabilities to rounding."""
+  for name in ("tokens", "length", "reason"):
+    np.testing.assert_array_equal(getattr(found, name), getattr(expected, name)[rows], name)
+  for name in ("logp", "sampling_logp"):
+    np.testing.assert_allclose(getattr(found, name), getattr(expected, name)[rows], atol=1e-5)
+
+
+@functools.cache
+def reference():
+  return generate(make())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefill_and_decoding_equal_the_full_forward(layout):
+  made = make(*LAYOUTS[layout])
+  out = generate(made, Sampling(temperature=0.7, report_topk=16))
+  # All 16 log-probabilities at every position, and those of the tokens.
+  stats = scored(out, 0.7, out.topk_ids)
+  real = inside(out)
+  np.testing.assert_allclose(out.topk_logp[real], stats.logp_topk[real], atol=1e-5)
+  np.testing.assert_allclose(out.logp[real], stats.logp[real], atol=1e-5)
+  np.testing.assert_array_equal(np.sort(out.topk_ids[real]), np.tile(np.arange(16), (real.sum(), 1)))
+  assert np.all(np.diff(out.topk_logp[real]) <= 0)
+  for array in (out.logp, out.sampling_logp, out.topk_logp, out.topk_ids):
+    assert not array[~real].any()
+  assert np.all(out.tokens[~real] == PAD)
+  assert_same(out, reference())
 
 
 def test_ends():
-  tokens, lengths = prompts()
-  out = jax.device_get(sampling()(PARAMS, tokens, lengths, keys_for(24)))
+  out = reference()
   assert len(set(out.length.tolist())) > 3, "rows of different length are what this test is about"
-  for ids, length, ended in zip(out.tokens, out.length, out.ended):
+  assert out.length.min() < 4 and out.length.max() == NEW, "a row that ends does not end the others"
+  for ids, length, reason in zip(out.tokens, out.length, out.reason):
     first = next((i for i, token in enumerate(ids[:length]) if token in EOS), None)
     # An end id is kept, once; without one the row is full.
-    assert first == length - 1 if ended else first is None and length == NEW
+    assert (first, reason) == (length - 1, "eos") if reason != "length" else first is None and length == NEW
+  assert set(out.reason) == {"eos", "length"}
+  np.testing.assert_array_equal(out.ended, out.reason == "eos")
 
 
-def test_one_row_ending_does_not_end_the_others():
-  tokens, lengths = prompts()
-  out = jax.device_get(sampling()(PARAMS, tokens, lengths, keys_for(24)))
-  assert out.length.min() < 4
-  assert out.length.max() == NEW
-
-
-def test_draws_depend_on_the_row_alone():
-  tokens, lengths = prompts()
-  keys = keys_for(24)
-  out = jax.device_get(sampling()(PARAMS, tokens, lengths, keys))
-  order = np.random.default_rng(0).permutation(24)
-  permuted = jax.device_get(sampling()(PARAMS, tokens[order], lengths[order], keys[order]))
-  np.testing.assert_array_equal(permuted.tokens, out.tokens[order])
-  # More padding and fewer rows change nothing either.
-  wider = jnp.pad(tokens[:5], ((0, 0), (0, 4)), constant_values=9)
-  np.testing.assert_array_equal(jax.device_get(sampling()(PARAMS, wider, lengths[:5], keys[:5])).tokens, out.tokens[:5])
+@pytest.mark.parametrize("slots_", [24, 3])
+def test_draws_depend_on_the_sequence_alone(slots_):
+  order, expected, given = np.random.default_rng(0).permutation(ROWS), reference(), prompts()
+  made = make(slots_, block=5)
+  assert_same(generate(made, owner=order, keys=keys_for()[order]), expected, order)
+  assert_same(generate(made, prompts=given[7:8], owner=np.array([0]), keys=keys_for()[7:8]), expected, slice(7, 8))
+  # The same sequence with other company: its prompt is there twice, and is sampled by others as well.
+  owner = np.array([9, 2, 9, 9, 4, 2])
+  mixed = generate(made, owner=owner, keys=keys_for(30)[np.array([9, 2, 28, 29, 4, 27])])
+  same = np.array([0, 1, 4])
+  for name in ("tokens", "length", "reason"):
+    np.testing.assert_array_equal(getattr(mixed, name)[same], getattr(expected, name)[owner[same]])
+  assert not np.array_equal(mixed.tokens[0], mixed.tokens[2])
 
 
 def test_other_step_sample_or_seed_draws_otherwise():
@@ -92,44 +152,131 @@ def test_other_step_sample_or_seed_draws_otherwise():
   assert all(np.any(np.asarray(jax.random.key_data(other)) != np.asarray(base)) for other in others)
 
 
+@pytest.mark.parametrize("rubbish", [1e4, float("nan")])
+def test_what_lies_in_the_cache_has_no_effect(rubbish, monkeypatch):
+  """In slots and in prefilled prompts: what nothing has written yet, and so what earlier sequences left behind."""
+  clean = decoder.empty_cache
+  monkeypatch.setattr(decoder, "empty_cache", lambda *args: jax.tree.map(lambda x: jnp.full_like(x, rubbish), clean(*args)))
+  assert_same(generate(make.__wrapped__(5, 2, 4, 3)), reference())
+
+
+def test_only_what_is_visible_is_read(monkeypatch):
+  monkeypatch.setattr(sampler, "_VISIBLE", 1)
+  made = make.__wrapped__(9, block=2)
+  asked = []
+  monkeypatch.setattr(made, "_decode", lambda *args, decode=made._decode, **named: asked.append(named["visible"]) or decode(*args, **named))
+  assert_same(generate(made), reference())
+  assert set(asked) == {16, PROMPT + NEW}
+
+
 def test_greedy_is_the_argmax_of_the_full_forward():
-  tokens, lengths = prompts()
-  out = sampling(temperature=0.0)(PARAMS, tokens, lengths, keys_for(24))
-  hidden, stats = scored(tokens, lengths, out, 1.0)
-  best = jnp.argmax(hidden @ decoder.unembedding(PARAMS), axis=-1)
-  inside = np.arange(NEW) < np.asarray(out.length)[:, None]
-  np.testing.assert_array_equal(np.where(inside, out.tokens, 0), np.where(inside, best, 0))
-  np.testing.assert_allclose(np.where(inside, out.logp, 0), np.where(inside, stats.logp, 0), atol=1e-5)
+  out = generate(make(), Sampling(temperature=0.0))
+  tokens = np.zeros((ROWS, PROMPT + NEW), np.int32)
+  for row, prompt, response in zip(tokens, prompts(), out.tokens):
+    row[: len(prompt) + NEW] = [*prompt, *response]
+  before = np.asarray([len(p) for p in prompts()])[:, None] - 1 + np.arange(NEW)
+  hidden = jnp.take_along_axis(decoder.apply(CONFIG, PARAMS, tokens), before[..., None], axis=1)
+  best = np.asarray(jnp.argmax(hidden @ decoder.unembedding(PARAMS), axis=-1))
+  np.testing.assert_array_equal(out.tokens[inside(out)], best[inside(out)])
+  np.testing.assert_allclose(out.logp[inside(out)], scored(out, 1.0).logp[inside(out)], atol=1e-5)
+  np.testing.assert_array_equal(out.logp, out.sampling_logp)
 
 
-def test_draw_follows_the_distribution():
-  vocab, count = 700, 100_000  # three blocks of 256, the last one partly filled
-  logits = (2 * jax.random.normal(jax.random.key(3), (vocab,))).at[5].set(-jnp.inf)
-  keys = jax.random.split(jax.random.key(4), count)
-  ids = jax.jit(jax.vmap(lambda key: sampler.draw(logits[None, :], key[None])[0]))(keys)
-  p = np.asarray(jax.nn.softmax(logits), np.float64)
-  counts = np.bincount(np.asarray(ids), minlength=vocab)
-  assert counts[5] == 0
-  common = count * p > 25
-  z = (counts - count * p)[common] / np.sqrt(count * p * (1 - p))[common]
-  # Some 500 ids, each within 5 standard errors.
-  assert np.abs(z).max() < 5
-  assert 0.85 < z.std() < 1.15
+def test_first_tokens_follow_the_softmax():
+  count = 4000
+  given, keys = prompts()[:1], keys_for(count)
+  out = make(500, new=1).generate(weights(), given, np.zeros(count, int), keys, Sampling())
+  stats = scored(generate(make(), Sampling(report_topk=16)), 1.0, np.tile(np.arange(16, dtype=np.int32), (ROWS, NEW, 1)))
+  expected = count * np.exp(stats.logp_topk[0, 0].astype(np.float64))
+  assert expected.min() > 5
+  statistic = np.sum((np.bincount(out.tokens[:, 0], minlength=16) - expected) ** 2 / expected)
+  # Chi-square of 15 degrees of freedom: mean 15, standard deviation √30; 5 of them above.
+  assert statistic < 15 + 5 * np.sqrt(30)
+  assert set(out.reason) == {"eos", "length"}
 
 
-def test_a_token_rarer_than_the_grid_of_uniforms_is_drawn_at_its_rate_within_its_block():
-  # Block 1 has mass 1/2, of which id 256 holds 2⁻¹⁰: one uniform over the whole would do here, and two must not break it.
-  logits = jnp.full((512,), -jnp.inf).at[0].set(0.0).at[256].set(np.log(2.0**-10)).at[257].set(np.log(1 - 2.0**-10))
-  keys = jax.random.split(jax.random.key(5), 100_000)
-  ids = np.asarray(jax.jit(jax.vmap(lambda key: sampler.draw(logits[None, :], key[None])[0]))(keys))
-  expected = 100_000 * 2.0**-11
-  # 48.8 expected; 5 standard errors are 35.
-  assert abs(np.sum(ids == 256) - expected) < 5 * np.sqrt(expected)
+def test_truncated_draws_have_two_log_probabilities():
+  out = generate(make(), Sampling(temperature=0.7, top_k=3, report_topk=3))
+  real = inside(out)
+  np.testing.assert_allclose(out.logp[real], scored(out, 0.7).logp[real], atol=1e-5)
+  assert np.all(np.any(out.tokens[real][:, None] == out.topk_ids[real], axis=1))
+  kept = jax.nn.logsumexp(out.topk_logp[real], axis=1)
+  np.testing.assert_allclose(out.sampling_logp[real], out.logp[real] - kept, atol=1e-5)
+  assert np.all(out.sampling_logp[real] > out.logp[real])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stop_strings(layout):
+  strings = ("nb", "a")
+  plain, made = reference(), make(*LAYOUTS[layout], stop=strings)
+  out = generate(made)
+  kinds = set()
+  for row, (ids, length) in enumerate(zip(plain.tokens, plain.length)):
+    first = next((n for n in range(1, length + 1) if any(string in letters(ids[:n]) for string in strings)), None)
+    assert (out.length[row], out.reason[row]) == ((first, "stop") if first else (length, plain.reason[row]))
+    np.testing.assert_array_equal(out.tokens[row, : out.length[row]], ids[: out.length[row]])
+    np.testing.assert_allclose(out.logp[row], np.where(np.arange(NEW) < out.length[row], plain.logp[row], 0), atol=1e-5)
+    kinds.add(out.reason[row])
+  assert kinds == {"eos", "stop", "length"}
+  assert np.all(out.tokens[~inside(out)] == PAD)
+
+
+def test_limits_and_a_full_context():
+  limits = np.resize([0, 1, 5, NEW], ROWS)
+  plain, out = reference(), generate(make(7, block=3), limits=limits)
+  np.testing.assert_array_equal(out.length, np.minimum(plain.length, limits))
+  short = dataclasses.replace(CONFIG, max_positions=14)
+  full = make(7, block=3, config=short)
+  # Prompt and response share 14 positions: what lies within them is as before, and nothing is overwritten.
+  out = generate(full)
+  room = 14 - np.asarray([len(p) for p in prompts()])
+  assert room.min() < NEW
+  np.testing.assert_array_equal(out.length, np.minimum(plain.length, room))
+  for row in range(ROWS):
+    np.testing.assert_array_equal(out.tokens[row, : out.length[row]], plain.tokens[row, : out.length[row]])
+    assert out.reason[row] == (plain.reason[row] if plain.length[row] <= room[row] else "length")
+  none = make(2, config=dataclasses.replace(CONFIG, max_positions=PROMPT)).generate(
+    weights(), [[1] * PROMPT], np.zeros(1, int), keys_for(1), WARM
+  )
+  assert (none.length.tolist(), none.reason.tolist()) == ([0], ["length"])
+
+
+def test_no_sequence_at_all():
+  out = make().generate(weights(), [], np.zeros(0, int), keys_for(0), WARM)
+  assert out.tokens.shape == (0, NEW)
 
 
 def test_compiles_once_per_shape():
-  tokens, lengths = prompts()
-  fn = jax.jit(functools.partial(sampler.sample, CONFIG, max_new_tokens=4, temperature=1.0, eos_ids=EOS, pad_id=PAD))
-  for step in (1, 2, 3):
-    fn(PARAMS, tokens, lengths, keys_for(24, step))
-  assert fn._cache_size() == 1
+  made, functions = make.__wrapped__(7, block=5, chunk=4), ("_empty_slots", "_empty_prompts", "_prefill", "_insert", "_decode")
+  counts = []
+  for step, rows in enumerate((24, 5, 17)):
+    generate(made, count=rows, keys=keys_for(rows, step), limits=np.resize([1, 4, 9], rows))
+    counts.append([getattr(made, name)._cache_size() for name in functions])
+  assert counts == [[1] * 5] * 3
+
+
+@pytest.mark.parametrize(
+  ("changes", "text"),
+  [
+    ({"prompts": [[1] * 9], "owner": np.zeros(1, int), "keys": keys_for(1)}, r"9 to 9 tokens, but this sampler takes 1 to 8"),
+    ({"prompts": [[]], "owner": np.zeros(1, int), "keys": keys_for(1)}, r"0 to 0 tokens"),
+    ({"owner": np.array([24]), "keys": keys_for(1)}, r"prompt index from 0 to 23"),
+    ({"owner": np.array([-1]), "keys": keys_for(1)}, r"prompt index from 0 to 23"),
+    ({"keys": keys_for(3)}, r"owners of shape \(24,\) and keys of shape \(3,\)"),
+    ({"limits": np.full(ROWS, 13)}, r"13 to 13 tokens: they must lie in 0 to 12"),
+  ],
+)
+def test_bad_input(changes, text):
+  with pytest.raises(ValueError, match=text):
+    generate(make(), **changes)
+
+
+@pytest.mark.parametrize("changes", [{"slots": 0}, {"group": 0}, {"block": 0}, {"chunk": 0}, {"new": 0}])
+def test_bad_settings(changes):
+  with pytest.raises(ValueError, match="must be at least 1, got 0"):
+    make(**changes)
+
+
+def test_slots_that_do_not_divide():
+  with pytest.raises(ValueError, match="9 slots can't be laid out over 4 devices"):
+    Sampler(CONFIG, slots=9, shards=4, max_prompt_tokens=1, max_new_tokens=1, eos_ids=EOS, pad_id=PAD)

@@ -1,4 +1,4 @@
-"""A Llama/Qwen2-style decoder in flax.linen, behind `init_params` and `apply`; parameters are a plain dict of arrays.
+"""A Llama/Qwen2-style decoder in flax.linen, behind `init_params` and `apply` and its kin; parameters are a plain dict of arrays.
 
 Shapes: B sequences, S tokens, C cache slots, D model, H query heads, Hkv key/value heads, Dh head, F MLP, L layers, V vocabulary.
 Sequences are right-padded, so causal attention alone keeps padding out of every real position.
@@ -11,9 +11,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from emapg_jax.models.attention import UNSEEN, attention
 from emapg_jax.types import PyTree
 
-Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values [B, C, Hkv, Dh]; a token at position p is in slot p
+Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values [B, Hkv, C, Dh]; a token at position p is in slot p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +68,15 @@ def _rotate(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Ar
 
 
 class Attention(nn.Module):
-  """Grouped-query attention; returns the output and the layer's keys and values (the updated cache, if there is one)."""
+  """Grouped-query attention; returns the output and the layer's keys and values (the updated cache, if there is one).
+
+  `prefix` is ((keys, values) [N, P, Hkv, Dh], positions [N, P]) of prompts, each shared by B/N consecutive rows.
+  """
 
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, positions, cache=None):
+  def __call__(self, x, positions, cache=None, prefix=None, visible=None):
     config = self.config
 
     def project(name, heads):
@@ -83,15 +87,18 @@ class Attention(nn.Module):
     q = _rotate(project("q", config.num_heads), positions, config)
     k = _rotate(project("k", config.num_kv_heads), positions, config)
     v = project("v", config.num_kv_heads)
-    if cache is None:
-      out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    else:
+    if cache is not None:
       rows = jnp.arange(x.shape[0])[:, None]
       # mode="drop": a position beyond the cache must never land in the last slot.
-      k = cache[0].at[rows, positions].set(k, mode="drop")
-      v = cache[1].at[rows, positions].set(v, mode="drop")
-      visible = jnp.arange(k.shape[1])[None, None, None, :] <= positions[:, None, :, None]
-      out = jax.nn.dot_product_attention(q, k, v, mask=visible)
+      k, v = (old.at[rows, :, positions].set(new, mode="drop") for old, new in zip(cache, (k, v)))
+      seen = tuple(a[:, :, :visible].swapaxes(1, 2) for a in (k, v))
+      out = attention(q, *seen, positions, jnp.arange(seen[0].shape[1], dtype=jnp.int32)[None, :])
+    elif prefix is not None:
+      (prefix_k, prefix_v), prefix_positions = jax.tree.map(lambda a: jnp.repeat(a, x.shape[0] // a.shape[0], axis=0), prefix)
+      kv_positions = jnp.concatenate([prefix_positions, positions], axis=1)
+      out = attention(q, jnp.concatenate([prefix_k, k], axis=1), jnp.concatenate([prefix_v, v], axis=1), positions, kv_positions)
+    else:
+      out = attention(q, k, v)
     out = nn.DenseGeneral(config.hidden_size, axis=(-2, -1), use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, name="o")(
       out
     )
@@ -122,8 +129,8 @@ class Block(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, positions, cache=None):
-    attended, cache = Attention(self.config, name="attn")(_norm(self.config, "attn_norm")(x), positions, cache)
+  def __call__(self, x, positions, cache=None, prefix=None, visible=None):
+    attended, cache = Attention(self.config, name="attn")(_norm(self.config, "attn_norm")(x), positions, cache, prefix, visible)
     x = x + attended
     return x + Mlp(self.config, name="mlp")(_norm(self.config, "mlp_norm")(x)), cache
 
@@ -152,46 +159,76 @@ def unstack_layers(params: PyTree) -> PyTree:
   return {**params, "layers": tuple(jax.tree.map(lambda a, i=i: a[i], layers) for i in range(count))}
 
 
-def apply(
-  config: DecoderConfig,
-  params: PyTree,
-  tokens: jax.Array,
-  positions: jax.Array | None = None,
-  cache: Cache | None = None,
-  return_cache: bool = False,
-) -> jax.Array | tuple[jax.Array, Cache]:
-  """Hidden states after the final norm; `unembedding` turns them into logits.
+def empty_cache(config: DecoderConfig, rows: int, size: int) -> Cache:
+  """Zeros [rows, Hkv, size, Dh] for the keys and the values of each layer."""
+  zeros = jnp.zeros((rows, config.num_kv_heads, size, config.head_dim), config.dtype)
+  return ((zeros, zeros),) * config.num_layers
 
-  Args:
-    tokens: int32 [B, S], right-padded.
-    positions: int32 [B, S]; 0..S-1 by default. With a cache, also the slots that are written.
-    cache: per layer (keys, values) [B, C, Hkv, Dh]; each token sees the slots up to its own position. Wants `unstack_layers` parameters.
-    return_cache: return `(hidden, cache)`; without a cache given, C = S.
 
-  Returns:
-    hidden [B, S, D] in `config.dtype`, and the cache when asked for or given.
-  """
-  if positions is None:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-  x = params["embed"]["embedding"][tokens].astype(config.dtype)
+def apply(config: DecoderConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
+  """Hidden states [B, S, D] after the final norm, in `config.dtype`, of tokens int32 [B, S]; `unembedding` turns them into logits."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
   block = Block(config)
 
   def layer(x, layer_params):
-    x, kv = block.apply({"params": layer_params}, x, positions)
-    return x, kv if return_cache else None
+    return block.apply({"params": layer_params}, x, positions)[0], None
 
-  if cache is None:
-    x, stacked = jax.lax.scan(jax.checkpoint(layer) if config.remat else layer, x, params["layers"])
-    if return_cache:
-      cache = tuple(zip(*(tuple(a[i] for i in range(config.num_layers)) for a in stacked)))
-  else:
-    new_cache = []
-    for layer_params, kv in zip(params["layers"], cache, strict=True):
-      x, kv = block.apply({"params": layer_params}, x, positions, kv)
-      new_cache.append(kv)
-    cache = tuple(new_cache)
-  hidden = _norm(config).apply({"params": params["final_norm"]}, x)
-  return hidden if cache is None else (hidden, cache)
+  x = params["embed"]["embedding"][tokens].astype(config.dtype)
+  x, _ = jax.lax.scan(jax.checkpoint(layer) if config.remat else layer, x, params["layers"])
+  return _norm(config).apply({"params": params["final_norm"]}, x)
+
+
+def apply_cached(
+  config: DecoderConfig, params: PyTree, tokens: jax.Array, positions: jax.Array, cache: Cache, visible: int | None = None
+) -> tuple[jax.Array, Cache]:
+  """Hidden states after the final norm, and the cache with the tokens' keys and values.
+
+  Args:
+    params: as `unstack_layers` makes them.
+    tokens: int32 [B, S].
+    positions: int32 [B, S], also the slots that are written; one beyond the cache writes nothing.
+    cache: C slots; each token sees those up to its own position, whatever is in the others.
+    visible: how many of its slots are read; all when None.
+
+  Returns:
+    hidden [B, S, D] in `config.dtype`, and the cache.
+  """
+  x = params["embed"]["embedding"][tokens].astype(config.dtype)
+  block, written = Block(config), []
+  for layer_params, kv in zip(params["layers"], cache, strict=True):
+    x, kv = block.apply({"params": layer_params}, x, positions, kv, visible=visible)
+    written.append(kv)
+  return _norm(config).apply({"params": params["final_norm"]}, x), tuple(written)
+
+
+def apply_shared(config: DecoderConfig, params: PyTree, prompts: jax.Array, prompt_length: jax.Array, responses: jax.Array) -> jax.Array:
+  """Hidden states after the final norm at the position before each response token, each prompt read once for all its responses.
+
+  As `apply` on every prompt with each of its responses behind it, for P + G·T tokens a prompt instead of G·(P + T).
+
+  Args:
+    prompts: int32 [N, P], right-padded; prompt_length: int32 [N], 1 to P.
+    responses: int32 [N·G, T], right-padded; G consecutive rows answer a prompt.
+
+  Returns:
+    [N·G, T, D] in `config.dtype`.
+  """
+  group = responses.shape[0] // prompts.shape[0]
+  slots = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32)[None, :], prompts.shape)
+  seen = jnp.where(slots < prompt_length[:, None], slots, UNSEEN)
+  positions = jnp.repeat(prompt_length, group)[:, None] + jnp.arange(responses.shape[1], dtype=jnp.int32)[None, :]
+  block = Block(config)
+
+  def layer(x, layer_params):
+    prompt, kv = block.apply({"params": layer_params}, x[0], slots)
+    response, _ = block.apply({"params": layer_params}, x[1], positions, prefix=(kv, seen))
+    return (prompt, response), None
+
+  x = tuple(params["embed"]["embedding"][tokens].astype(config.dtype) for tokens in (prompts, responses))
+  (prompt, response), _ = jax.lax.scan(jax.checkpoint(layer) if config.remat else layer, x, params["layers"])
+  last = jnp.take_along_axis(prompt, (prompt_length - 1)[:, None, None], axis=1)
+  before = jnp.concatenate([jnp.repeat(last, group, axis=0), response[:, :-1]], axis=1)
+  return _norm(config).apply({"params": params["final_norm"]}, before)
 
 
 def unembedding(params: PyTree) -> jax.Array:

@@ -1,0 +1,82 @@
+"""`token_stats` where the vocabulary is split over devices: what travels is per position, or per candidate for the top k."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from emapg_jax import sharding
+from emapg_jax.token_stats import FieldGrads, Head, Vocabulary, check_shapes, token_stats, with_gradient
+from emapg_jax.types import TokenStats
+
+_AXIS = "tensor"
+_COLUMNS = P(None, _AXIS)
+
+
+@functools.cache
+def sharded_token_stats(mesh: Mesh) -> Callable[..., TokenStats]:
+  """`token_stats` for a mesh: the same arguments and the same numbers, for hidden states with rows over data and fsdp.
+
+  Over `tensor`, on which each device has an equal share of the vocabulary, go K candidates of each share, one number of each position
+  for every sum and maximum, and the gradient to hidden states: never logits, nor columns of the unembedding. Its width is gathered over
+  fsdp, and its gradient summed over data and fsdp, as for any weight. `chunk` counts positions of the rows on one device; by default as
+  many as keep their logits for that device's share of the vocabulary at LOGITS_PER_CHUNK.
+
+  Args:
+    mesh: with the axes of `sharding.AXES`. Where `tensor` is 1 the result is `token_stats` itself.
+
+  Returns:
+    A function, always the same one for the same mesh. It raises ValueError as `token_stats` does, and where the vocabulary is not a
+    multiple of `tensor`, the rows one of data · fsdp, or the width one of fsdp.
+  """
+  return token_stats if mesh.shape[_AXIS] == 1 else functools.partial(_token_stats, mesh)
+
+
+def _token_stats(
+  mesh: Mesh,
+  hidden: jax.Array,
+  unembedding: jax.Array,
+  targets: jax.Array,
+  *,
+  topk_ids: jax.Array | None = None,
+  topk: int = 0,
+  approximate: bool = False,
+  temperature: float = 1.0,
+  chunk: int | None = None,
+) -> TokenStats:
+  check_shapes(hidden, unembedding, topk if topk_ids is None else topk_ids.shape[-1], temperature, chunk)
+  vocab, shares = unembedding.shape[1], mesh.shape[_AXIS]
+  if vocab % shares:
+    raise ValueError(
+      f"The vocabulary of {vocab} ids can't be split into equal shares over the {shares} devices of the mesh axis tensor: choose a size of "
+      f"that axis that divides {vocab}, or pad the unembedding."
+    )
+  if hidden.shape[0] % sharding.batch_devices(mesh):
+    raise ValueError(
+      f"{hidden.shape[0]} rows can't be spread over the {sharding.batch_devices(mesh)} devices of the mesh axes data and fsdp: pass a "
+      "multiple of that, or choose a smaller mesh."
+    )
+  if hidden.shape[-1] % mesh.shape["fsdp"]:
+    raise ValueError(
+      f"The unembedding of shape {unembedding.shape} can't be laid out with its {hidden.shape[-1]} rows over the {mesh.shape['fsdp']} "
+      "devices of the mesh axis fsdp: choose a size of that axis that divides them."
+    )
+  head = Head(topk, approximate, temperature, chunk, Vocabulary(_AXIS))
+  rows = sharding.BATCH
+
+  def backward(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, stats: TokenStats, grads: FieldGrads):
+    dhidden, dunembedding = head.backward(hidden, unembedding, targets, stats, grads)
+    if mesh.shape["fsdp"] > 1:  # XLA keeps a sum over one device
+      dunembedding = jax.lax.psum_scatter(dunembedding, "fsdp", scatter_dimension=0, tiled=True)
+    if mesh.shape["data"] > 1:
+      dunembedding = jax.lax.psum(dunembedding, "data")
+    return jax.lax.psum(dhidden, _AXIS), dunembedding
+
+  # Both passes are mapped, and neither is differentiated: the sums over devices in one are not the transposes of those in the other.
+  mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+  return with_gradient(
+    mapped(head.forward, in_specs=(rows, _COLUMNS, rows, rows), out_specs=rows),
+    mapped(backward, in_specs=(rows, _COLUMNS, rows, rows, rows), out_specs=(rows, P("fsdp", _AXIS))),
+  )(hidden, unembedding, targets, topk_ids)

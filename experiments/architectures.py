@@ -1,0 +1,85 @@
+"""The numbers of some public architectures, as fields of `DecoderConfig`, for benchmarks with random weights. Imports nothing.
+
+From each model's published config.json; `tiny` is for tests.
+"""
+
+_QWEN = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "qkv_bias": True, "max_positions": 32_768}
+
+ARCHITECTURES: dict[str, dict] = {
+  "tiny": {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_positions": 4096,
+  },
+  "smollm2-135m": {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_layers": 30,
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 64,
+    "max_positions": 8192,
+    "rope_theta": 100_000.0,
+    "rms_norm_eps": 1e-5,
+  },
+  "llama-3.2-1b": {
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_layers": 16,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "max_positions": 131_072,
+    "rope_theta": 500_000.0,
+    "rope_scaling": (32.0, 1.0, 4.0, 8192.0),
+    "rms_norm_eps": 1e-5,
+  },
+  "qwen2.5-0.5b": {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_layers": 24,
+    "num_heads": 14,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    **_QWEN,
+  },
+  "qwen2.5-1.5b": {
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_layers": 28,
+    "num_heads": 12,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    **_QWEN,
+  },
+  "qwen2.5-3b": {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 11_008,
+    "num_layers": 36,
+    "num_heads": 16,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    **_QWEN,
+  },
+  "qwen2.5-7b": {
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_layers": 28,
+    "num_heads": 28,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "tied": False,
+    **_QWEN,
+  },
+}
