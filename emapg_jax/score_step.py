@@ -4,43 +4,30 @@ Order of calls: `score_step` for each model whose log-probabilities are needed, 
 token's credit is more than the advantage of its row.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from emapg_jax import losses, masking
+from emapg_jax import losses, masking, micro_batches
 from emapg_jax.kl import importance_weight, k1, topk_reverse_kl
-from emapg_jax.step_config import Critic, Metrics, Model, StepConfig, check_divides
-from emapg_jax.token_stats import token_stats
-from emapg_jax.types import Hyper, PyTree, RolloutBatch, TokenStats, Weighted
+from emapg_jax.step_config import Critic, Metrics, Model, StepConfig
+from emapg_jax.types import Hyper, Plan, PyTree, RolloutBatch, TokenStats, Weighted
 
 _PER_TOKEN = ("advantages", "sampling_logp", "old_logp", "ref_logp", "ref_logp_topk", "ref_log_tail", "old_values", "returns")
 
 
-def response_stats(
-  model: Model, params: PyTree, frozen: PyTree, batch: RolloutBatch, config: StepConfig, topk_ids: jax.Array | None
-) -> TokenStats:
-  """TokenStats [B, T] of the response tokens: token t is scored from the hidden state at the position before it."""
-  hidden, unembedding = model(params, frozen, batch.tokens)
-  hidden = jnp.take_along_axis(hidden, _response_positions(batch)[..., None] - 1, axis=1)
-  return token_stats(
-    hidden,
-    unembedding,
-    _response_tokens(batch),
-    topk_ids=topk_ids,
-    topk=config.topk,
-    approximate=config.topk_approximate,
-    temperature=config.temperature,
-    chunk=config.head_chunk,
-  )
+def before_responses(states: jax.Array, batch: RolloutBatch) -> jax.Array:
+  """What was known before each response token, [B, T, ...], of the states [B, S, ...] after each token of `batch.tokens`."""
+  before = _response_positions(batch) - 1
+  return jnp.take_along_axis(states, before.reshape(before.shape + (1,) * (states.ndim - 2)), axis=1)
 
 
-def response_values(critic: Critic, params: PyTree, frozen: PyTree, batch: RolloutBatch) -> jax.Array:
-  """Values [B, T]: what the critic expects before response token t is known, from the position before it."""
-  return jnp.take_along_axis(critic(params, frozen, batch.tokens), _response_positions(batch) - 1, axis=1)
+def shared_prompts(batch: RolloutBatch, prompt_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Each prompt once, [B / prompt_rows, P], its length, and the responses [B, T]: what `decoder.apply_shared` reads."""
+  width = batch.tokens.shape[1] - batch.mask.shape[1]
+  return batch.tokens[::prompt_rows, :width], batch.prompt_length[::prompt_rows], _response_tokens(batch)
 
 
 def _response_positions(batch: RolloutBatch) -> jax.Array:
@@ -51,8 +38,33 @@ def _response_tokens(batch: RolloutBatch) -> jax.Array:
   return jnp.take_along_axis(batch.tokens, _response_positions(batch), axis=1)
 
 
+def response_stats(
+  model: Model, params: PyTree, frozen: PyTree, batch: RolloutBatch, config: StepConfig, topk_ids: jax.Array | None
+) -> TokenStats:
+  """TokenStats [B, T] of the response tokens: token t is scored from the hidden state at the position before it."""
+  hidden, unembedding = model(params, frozen, batch)
+  return config.stats(
+    hidden,
+    unembedding,
+    _response_tokens(batch),
+    topk_ids=topk_ids,
+    topk=config.topk,
+    approximate=config.topk_approximate,
+    temperature=config.temperature,
+    chunk=config.head_logits and max(1, config.head_logits // (batch.tokens.shape[0] * unembedding.shape[1])),
+  )
+
+
 def score_step(
-  params: PyTree, frozen: PyTree, batch: RolloutBatch, ids: jax.Array | None = None, *, model: Model, config: StepConfig
+  params: PyTree,
+  frozen: PyTree,
+  batch: RolloutBatch,
+  ids: jax.Array | None = None,
+  plan: Plan | None = None,
+  *,
+  model: Model,
+  config: StepConfig,
+  constrain: Callable[[PyTree], PyTree] = lambda x: x,
 ) -> TokenStats:
   """TokenStats of every response token under `params`, without gradient; micro-batch by micro-batch.
 
@@ -60,28 +72,39 @@ def score_step(
     params: any model of the policy's shape: the policy at the start of the RL step, or the anchor.
     batch: only tokens, prompt_length and the width of mask are read.
     ids: int32 [B, T, K] to report log-probabilities of; the model's own `config.topk` most likely when None.
+    plan: which rows to read together, and how far, in one pass; zeros stand behind that. By default `config.micro_batch` rows, to the end.
+    constrain: lays rows out over the devices.
   """
 
-  def score(micro, ids):
-    return response_stats(model, params, frozen, micro, config, ids)
+  def score(micro):
+    return response_stats(model, params, frozen, micro, config, None if ids is None else micro.topk_ids)
 
-  return _by_micro_batch(score, config, batch, ids)
-
-
-def value_step(params: PyTree, frozen: PyTree, batch: RolloutBatch, *, critic: Critic, config: StepConfig) -> jax.Array:
-  """The critic's values [B, T] of every response token, without gradient; micro-batch by micro-batch."""
-  return _by_micro_batch(lambda micro: response_values(critic, params, frozen, micro), config, batch)
+  return _by_micro_batch(score, batch if ids is None else batch.replace(topk_ids=ids), plan, config, constrain)
 
 
-def _by_micro_batch(function: Callable, config: StepConfig, *trees: PyTree) -> PyTree:
-  rows = trees[0].tokens.shape[0]
-  check_divides(rows, dataclasses.replace(config, mini_batches=1))
+def value_step(
+  params: PyTree,
+  frozen: PyTree,
+  batch: RolloutBatch,
+  plan: Plan | None = None,
+  *,
+  critic: Critic,
+  config: StepConfig,
+  constrain: Callable[[PyTree], PyTree] = lambda x: x,
+) -> jax.Array:
+  """The critic's values [B, T] of every response token, without gradient; micro-batch by micro-batch, as `score_step`."""
+  return _by_micro_batch(lambda micro: critic(params, frozen, micro), batch, plan, config, constrain)
 
-  def split(x):  # [B, ...] -> [B / micro_batch, micro_batch, ...], each micro-batch taking rows from all over: from every device
-    return jnp.moveaxis(x.reshape(config.micro_batch, rows // config.micro_batch, *x.shape[1:]), 0, 1)
 
-  out = jax.lax.map(lambda args: function(*args), jax.tree.map(split, trees))
-  return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0).reshape(rows, *x.shape[2:]), out)
+def _by_micro_batch(function: Callable, batch: RolloutBatch, plan: Plan | None, config: StepConfig, constrain: Callable) -> PyTree:
+  def score(part, index, out):
+    found = function(constrain(micro_batches.take(batch, part, index)))
+    return jax.tree.map(functools.partial(micro_batches.put, part=part, index=index), out, found)
+
+  out = constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, batch)))
+  for part in jax.tree.map(lambda x: x[0], plan or micro_batches.one_pass(batch, config)):
+    out = jax.lax.fori_loop(0, micro_batches.count(part), functools.partial(score, part), out)
+  return out
 
 
 def cleaned(stats: TokenStats, batch: RolloutBatch) -> tuple[TokenStats, RolloutBatch, jax.Array]:

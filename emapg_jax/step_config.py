@@ -6,10 +6,12 @@ from collections.abc import Callable
 import jax
 
 from emapg_jax import losses
+from emapg_jax.token_stats import token_stats
 from emapg_jax.types import Hyper, Max, PyTree, RolloutBatch, TokenStats, Weighted
 
-Model = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, jax.Array]]  # (params, frozen, tokens) -> hidden [B, S, D], [D, V]
-Critic = Callable[[PyTree, PyTree, jax.Array], jax.Array]  # (params, frozen, tokens) -> the value after each token [B, S]
+# (params, frozen, batch) -> the hidden state [B, T, D] before each response token, the unembedding [D, V]. See `before_responses`
+Model = Callable[[PyTree, PyTree, RolloutBatch], tuple[jax.Array, jax.Array]]
+Critic = Callable[[PyTree, PyTree, RolloutBatch], jax.Array]  # (params, frozen, batch) -> the value before each response token [B, T]
 # (stats, batch, in_topk) -> per token [B, T]: head, tail, and whether the log-ratio was beyond the estimator's bound
 KL = Callable[[TokenStats, RolloutBatch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 # (batch, own, later, hyper) -> advantages and, for a critic, returns, each [B, T]; own, later: the KL in the reward at a token, after it
@@ -23,9 +25,10 @@ PPO_CLIP = losses.token_level(losses.ppo_clip)
 class StepConfig:
   """Settings that are compiled in."""
 
-  micro_batch: int  # rows per forward, all devices together
+  micro_batch: int  # rows per forward, all devices together; not read where a Plan says which
   mini_batches: int  # optimizer updates per epoch
   epochs: int = 1
+  prompt_rows: int = 1  # so many consecutive rows have one prompt and stay together, for a model that reads it once for all of them
   temperature: float = 1.0
   policy_loss: losses.PolicyLoss = PPO_CLIP
   credit: Credit | None = None  # None: `batch.advantages` are used as they are
@@ -42,7 +45,8 @@ class StepConfig:
   old_from_sampler: bool = False  # old_logp is sampling_logp
   tis_cap: float | None = None  # largest importance weight old / sampling of a token; None: no such weight
   tis_sequence_bound: float | None = None  # sequences of which the mean such ratio lies beyond it train nothing
-  head_chunk: int | None = None  # positions of which the logits are held at a time; None: as `token_stats` chooses for one device
+  stats: Callable[..., TokenStats] = token_stats  # or one of its arguments that knows of a mesh
+  head_logits: int | None = None  # held at a time, on all devices together; None: as `stats` chooses
   seed: int = 0  # of the order of rows in mini-batches
 
   @property
@@ -57,7 +61,12 @@ class StepConfig:
 
 
 def check_divides(rows: int, config: StepConfig) -> None:
-  """Raises ValueError unless `rows` split into whole mini-batches of whole micro-batches."""
+  """Raises ValueError unless `rows` split into whole mini-batches of whole micro-batches of whole prompts."""
+  if config.micro_batch % config.prompt_rows:
+    raise ValueError(
+      f"Micro-batches of {config.micro_batch} sequences do not split into the {config.prompt_rows} that share a prompt and are read "
+      f"together (prompt_rows): make micro_batch a multiple of {config.prompt_rows}, or read each sequence with a prompt of its own."
+    )
   if rows % (config.mini_batches * config.micro_batch):
     raise ValueError(
       f"A batch of {rows} sequences does not split into {config.mini_batches} mini-batches of micro-batches of {config.micro_batch} "

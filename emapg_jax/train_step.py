@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from emapg_jax import anchor, losses, masking, streams
+from emapg_jax import anchor, losses, masking, micro_batches
 from emapg_jax.kl import k3
-from emapg_jax.score_step import cleaned, kl_terms, response_stats, response_values, tis_weight
-from emapg_jax.step_config import Critic, Metrics, Model, StepConfig, check_divides
-from emapg_jax.types import Hyper, Max, PyTree, RolloutBatch, TrainState, Weighted, policy_of
+from emapg_jax.score_step import cleaned, kl_terms, response_stats, tis_weight
+from emapg_jax.step_config import Critic, Metrics, Model, StepConfig
+from emapg_jax.types import Hyper, Max, Plan, PyTree, RolloutBatch, TrainState, Weighted, policy_of
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation, with_anchor: bool) -> TrainState:
@@ -40,7 +40,7 @@ def _loss(
 ):
   """(summed loss, (weight, metrics)) of one micro-batch; `first`: no update of this RL step came before."""
   stats = response_stats(model, policy_of(params), frozen, batch, config, batch.topk_ids)
-  values = None if critic is None else masking.clean(batch.mask, response_values(critic, params["value"], frozen, batch))
+  values = None if critic is None else masking.clean(batch.mask, critic(params["value"], frozen, batch))
   # Cleaned before anything is exponentiated: what lies at masked positions may be anything.
   stats, batch, in_topk = cleaned(stats, batch)
   if config.on_policy:
@@ -132,18 +132,31 @@ def merge(stacked: Metrics) -> Metrics:
   return {name: one(metric) for name, metric in stacked.items()}
 
 
-def _gradient(grad_fn: Callable, params: PyTree, frozen: PyTree, batch: RolloutBatch, indices: jax.Array, hyper: Hyper, first, constrain):
-  """The gradient, in float32 at least, of the loss of one mini-batch, indices [micro-batches, micro_batch], divided once; its metrics."""
+def _nothing(metrics: Metrics) -> Metrics:
+  """What `merge` adds nothing by, in the shape of `metrics`."""
 
-  def micro_step(carry, indices):
-    micro = constrain(jax.tree.map(lambda x: x[indices], batch))
+  def one(metric):
+    return jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf if isinstance(metric, Max) else 0, x.dtype), metric)
+
+  return {name: one(metric) for name, metric in metrics.items()}
+
+
+def _gradient(loss: Callable, params: PyTree, frozen: PyTree, batch: RolloutBatch, plan: Plan, hyper: Hyper, first, constrain):
+  """The gradient, in float32 at least, of the loss of one mini-batch, divided once; its metrics. `plan`: of this update alone."""
+  grad_fn = jax.value_and_grad(loss, has_aux=True)
+
+  def add(part, index, totals):
+    micro = constrain(micro_batches.take(batch, part, index))
     (_, (weight, metrics)), grads = grad_fn(params, frozen, micro, hyper, first)
-    grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), carry[0], grads)
-    return (grads, carry[1] + weight), metrics
+    grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), totals[0], grads)
+    return grads, totals[1] + weight, merge(jax.tree.map(lambda *pair: jnp.stack(pair), totals[2], metrics))
 
   zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, masking.wide(p.dtype)), params)
-  (grads, weight), metrics = jax.lax.scan(micro_step, (zeros, jnp.float32(0)), indices)
-  return jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0).astype(g.dtype), grads), merge(metrics)
+  totals = zeros, jnp.float32(0), _nothing(jax.eval_shape(loss, params, frozen, batch, hyper, first)[1][1])
+  for part in plan:
+    totals = jax.lax.fori_loop(0, micro_batches.count(part), functools.partial(add, part), totals)
+  grads, weight, metrics = totals
+  return jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0).astype(g.dtype), grads), metrics
 
 
 def _norms(grads: PyTree, updates: PyTree) -> dict[str, jax.Array]:
@@ -159,6 +172,7 @@ def train_step(
   frozen: PyTree,
   batch: RolloutBatch,
   hyper: Hyper,
+  plan: Plan | None = None,
   *,
   model: Model,
   optimizer: optax.GradientTransformation,
@@ -181,25 +195,21 @@ def train_step(
     frozen: arrays that never change and that the models read; `()` when there are none.
     batch: B rows; B a multiple of mini_batches · micro_batch. old_logp is not read when `config.on_policy` or `old_from_sampler`.
     hyper: traced scalars.
+    plan: which rows go through the model together and how far they are read, see `micro_batches.by_length`; by default micro-batches of
+      `config.micro_batch` rows, read to the end.
     critic: gives the values of `state.params["value"]`; None when there is no critic.
     constrain: lays a micro-batch out over the devices.
 
   Returns:
     The next state and metrics as sums and weights over the whole step.
   """
-  rows = batch.tokens.shape[0]
-  check_divides(rows, config)
-  grad_fn = jax.value_and_grad(functools.partial(_loss, model=model, critic=critic, config=config), has_aux=True)
-
-  def order(epoch):
-    return jax.random.permutation(streams.stream_key(config.seed, streams.MINI_BATCH, state.step, epoch), rows)
-
-  indices = jnp.concatenate([order(epoch) for epoch in range(config.epochs)]).reshape(config.updates, -1, config.micro_batch)
+  loss = functools.partial(_loss, model=model, critic=critic, config=config)
+  plan = plan or micro_batches.in_order(batch, state.step, config)
   scales = jnp.broadcast_to(hyper.lr_scale, (config.updates,))
 
   def update(carry, per_update):
-    (params, opt_state), (number, indices, scale) = carry, per_update
-    grads, metrics = _gradient(grad_fn, params, frozen, batch, indices, hyper, number == 0, constrain)
+    (params, opt_state), (number, plan, scale) = carry, per_update
+    grads, metrics = _gradient(loss, params, frozen, batch, plan, hyper, number == 0, constrain)
     updates, next_opt_state = optimizer.update(grads, opt_state, params)
     updates = jax.tree.map(lambda u: u * scale, updates)
     norms = _norms(grads, updates)
@@ -213,7 +223,7 @@ def train_step(
     keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(weight > 0, new, old))
     return (keep(optax.apply_updates(params, updates), params), keep(next_opt_state, opt_state)), metrics
 
-  (params, opt_state), metrics = jax.lax.scan(update, (state.params, state.opt_state), (jnp.arange(config.updates), indices, scales))
+  (params, opt_state), metrics = jax.lax.scan(update, (state.params, state.opt_state), (jnp.arange(config.updates), plan, scales))
   metrics = merge(metrics) | _batch_metrics(batch)
   step = state.step + 1
   ema_params = state.ema_params

@@ -87,3 +87,16 @@ class Max:
   """A maximum in the making."""
 
   value: jax.Array  # float32 []
+
+
+@struct.dataclass
+class MicroBatches:
+  """The micro-batches in which the rows of a batch are read to one response length: at most C of R rows, for each of U updates."""
+
+  rows: jax.Array  # int32 [U, C, R], rows of the batch
+  real: jax.Array  # bool [U, C, R], False for entries that only fill up
+  count: jax.Array | None  # int32 [U], how many of the C there are; None: all
+  length: int = struct.field(pytree_node=False)  # response tokens that are read of each row
+
+
+Plan = tuple[MicroBatches, ...]  # all rows of a batch, those of each update together; a scoring pass is one update

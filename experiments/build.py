@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from emapg_jax import data, sharding, streams
+from emapg_jax import data, micro_batches, sharding, streams
 from emapg_jax.config import RunConfig
 from emapg_jax.envs.arithmetic import ArithmeticTask
 from emapg_jax.envs.embedded import AddTask, BetweenTask
@@ -23,16 +24,18 @@ from emapg_jax.presets import KL_EXACT, KL_TOPK
 from emapg_jax.rollout.draw import Sampling
 from emapg_jax.rollout.sampler import Sampler
 from emapg_jax.rollout.stop import StopStrings
-from emapg_jax.score_step import credit_step, policy_kl, score_step, value_step
+from emapg_jax.score_step import before_responses, credit_step, policy_kl, score_step, shared_prompts, value_step
+from emapg_jax.sharded_token_stats import sharded_token_stats
 from emapg_jax.step_config import StepConfig, check_divides
 from emapg_jax.token_stats import LOGITS_PER_CHUNK
 from emapg_jax.train_step import init_state, train_step
-from emapg_jax.types import PyTree, TrainState
+from emapg_jax.types import Plan, PyTree, RolloutBatch, TrainState
 from experiments import algorithms
 from experiments.compiled_once import CompiledOnce
 from experiments.estimators import ESTIMATORS
 
 LARGEST_EXACT = 8192
+SHARING_PAYS = 256  # tokens of the longest prompt
 TASKS = ("add", "between", "arithmetic", "math")
 
 
@@ -70,9 +73,9 @@ class Run:
   sampler: Sampler
   sampling: Sampling  # in training
   eval_sampling: dict[str, Sampling]  # by kind of evaluation
-  score: Callable  # (params, frozen, batch, ids) -> TokenStats
+  score: Callable  # (params, frozen, batch, ids, plan) -> TokenStats
   policy_kl: Callable  # (stats, ref, batch) -> Weighted
-  value: Callable | None  # (params, frozen, batch) -> values; None without a critic
+  value: Callable | None  # (params, frozen, batch, plan) -> values; None without a critic
   credit: Callable | None  # (batch, stats, hyper) -> batch, metrics; None where a token's credit is the advantage of its row
   train_step: Callable
 
@@ -171,6 +174,17 @@ def _topk(config: RunConfig, vocab_size: int) -> int:
   return config.kl_topk
 
 
+def _prompt_rows(config: RunConfig, micro_batch: int, shards: int) -> int:
+  """How many responses to a prompt are read together with it: as many of a group as a mini-batch and a device's forward hold."""
+  if config.shared_prefix == "off" or (config.shared_prefix == "auto" and config.max_prompt_tokens < SHARING_PAYS):
+    return 1
+  if not config.micro_tokens:
+    return math.gcd(config.group_size, micro_batch // shards)
+  most = math.gcd(config.group_size, config.rows // config.mini_batches)
+  fitting = (config.micro_tokens - config.max_prompt_tokens) // config.max_new_tokens
+  return max((rows for rows in range(1, most + 1) if most % rows == 0 and rows <= fitting), default=1)
+
+
 def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) -> StepConfig:
   shards = sharding.batch_devices(mesh)
   if config.rows % shards:
@@ -188,6 +202,7 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) ->
     raise ValueError(f"--warmup_batch={config.warmup_batch} can't be spread over {shards} devices: make it a multiple of {shards}.")
   step_config = StepConfig(
     micro_batch=micro_batch,
+    prompt_rows=_prompt_rows(config, micro_batch, shards),
     mini_batches=config.mini_batches,
     epochs=config.epochs,
     temperature=config.temperature,
@@ -200,7 +215,8 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) ->
     tis_cap=config.tis_cap or None,
     tis_sequence_bound=config.tis_sequence_bound or None,
     kl=ESTIMATORS[config.kl] if config.kl_coef > 0 else None,
-    head_chunk=max(1, LOGITS_PER_CHUNK // (micro_batch // shards * vocab_size)),
+    head_logits=LOGITS_PER_CHUNK * shards,
+    stats=sharded_token_stats(mesh),
     topk=_topk(config, vocab_size),
     topk_approximate=config.kl_topk_approximate,
     kl_iw_low=config.kl_iw_low or None,
@@ -210,19 +226,25 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) ->
     seed=config.seed,
   )
   check_divides(config.rows, step_config)
+  if config.micro_tokens:
+    micro_batches.rows_that_fit(config.max_prompt_tokens, config.max_new_tokens, config.micro_tokens, step_config, shards)
   return step_config
 
 
-def _models(config: RunConfig, model_config: decoder.DecoderConfig) -> tuple[Callable, Callable | None]:
-  """The policy and, where there is one, the critic, as functions of their parameters."""
+def _models(config: RunConfig, model_config: decoder.DecoderConfig, prompt_rows: int) -> tuple[Callable, Callable | None]:
+  """The policy and, where there is one, the critic, as functions of their parameters; `prompt_rows` are read with one prompt."""
 
-  def model(params: PyTree, frozen: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def model(params: PyTree, frozen: PyTree, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
     del frozen
-    return decoder.apply(model_config, params, tokens), decoder.unembedding(params)
+    if prompt_rows > 1:
+      hidden = decoder.apply_shared(model_config, params, *shared_prompts(batch, prompt_rows))
+    else:
+      hidden = before_responses(decoder.apply(model_config, params, batch.tokens), batch)
+    return hidden, decoder.unembedding(params)
 
-  def value(params: PyTree, frozen: PyTree, tokens: jax.Array) -> jax.Array:
+  def value(params: PyTree, frozen: PyTree, batch: RolloutBatch) -> jax.Array:
     del frozen
-    return critic.apply_critic(model_config, params, tokens)
+    return before_responses(critic.apply_critic(model_config, params, batch.tokens), batch)
 
   return model, value if config.uses_critic else None
 
@@ -232,13 +254,13 @@ def _scores_policy(step: StepConfig, keep_initial: bool) -> bool:
   return step.kl_in_reward or keep_initial or not (step.on_policy or step.old_from_sampler)
 
 
-def _functions(step_config: StepConfig, models: tuple) -> dict[str, Callable | None]:
+def _functions(step_config: StepConfig, models: tuple, constrain: Callable) -> dict[str, Callable | None]:
   """The jitted functions of a run but for sampling and the training step, by their name in Run."""
   model, value = models
   functions = {
-    "score": functools.partial(score_step, model=model, config=step_config),
+    "score": functools.partial(score_step, model=model, config=step_config, constrain=constrain),
     "policy_kl": policy_kl,
-    "value": functools.partial(value_step, critic=value, config=step_config) if value else None,
+    "value": functools.partial(value_step, critic=value, config=step_config, constrain=constrain) if value else None,
     "credit": functools.partial(credit_step, config=step_config) if step_config.credit else None,
   }
   return {name: function and CompiledOnce(function, name) for name, function in functions.items()}
@@ -295,7 +317,7 @@ def build(config: RunConfig) -> Run:
     task.prompt_opens_think = tokenizer.opens_think(train.problems[0].prompt, getattr(task, "chat", True))
   eval_problems = _eval_problems(config, task)
   optimizer = algorithms.optimizer(config)
-  models = _models(config, model_config)
+  models = _models(config, model_config, step_config.prompt_rows)
 
   def fresh_state(policy: PyTree) -> TrainState:
     params = {"policy": policy, "value": critic.init_critic(policy)} if config.uses_critic else policy
@@ -316,7 +338,7 @@ def build(config: RunConfig) -> Run:
     eval=_prompts(config, task, tokenizer, eval_problems) if eval_problems else None,
     optimizer=optimizer,
     lr_scales=algorithms.lr_scales(config),
-    model=models[0],
+    model=_models(config, model_config, 1)[0],  # for rows in any order
     step_config=step_config,
     abstract_state=jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
     fresh_state=fresh_state,
@@ -324,7 +346,7 @@ def build(config: RunConfig) -> Run:
     train_step=CompiledOnce(step, donate_argnums=0, out_shardings=(shardings, None)),
     sampler=_sampler(config, model_config, tokenizer, mesh),
     **_samplings(config, step_config, keep_initial),
-    **_functions(step_config, models),
+    **_functions(step_config, models, constrain),
   )
 
 
@@ -343,28 +365,11 @@ def on_devices(run: Run, tree: PyTree) -> PyTree:
   return jax.device_put(tree, sharding.batch_sharding(run.mesh))
 
 
-def memory_plan(run: Run) -> dict[str, int]:
-  """Bytes per device of what a run keeps or peaks at, from shapes alone."""
-
-  def per_device(tree):
-    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-  config, model, shards = run.config, run.model_config, sharding.batch_devices(run.mesh)
-  width = 2 if model.dtype == "bfloat16" else 4
-  tokens = config.max_prompt_tokens + config.max_new_tokens
-  micro = run.step_config.micro_batch // shards
-  saved = model.num_layers * model.hidden_size if model.remat else model.num_layers * (8 * model.hidden_size + 3 * model.intermediate_size)
-  per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim * width
-  state = run.abstract_state
-  return {
-    "params": per_device(state.params),
-    "anchor": per_device(state.ema_params),
-    "initial model": per_device(state.policy) if run.keep_initial else 0,
-    "optimizer": per_device(state.opt_state),
-    "gradients": 2 * per_device(state.params),
-    "activations": (2 if config.uses_critic else 1) * micro * tokens * saved * width,
-    "top-k": 3 * config.rows // shards * config.max_new_tokens * run.step_config.topk * 8,
-    "logits": 3 * 4 * min(LOGITS_PER_CHUNK, micro * config.max_new_tokens * model.vocab_size),
-    "rollout weights": per_device(state.policy) * width // np.dtype(model.param_dtype).itemsize,
-    "kv cache": (run.sampler.slots * tokens + run.sampler.prompts * config.max_prompt_tokens) // shards * per_token,
-  }
+def plans(run: Run, batch: RolloutBatch, step: int) -> tuple[Plan | None, Plan | None]:
+  """Which rows go through the model together in the scoring passes and in the updates of RL step `step`; None: `micro_batch` rows."""
+  if not run.config.micro_tokens:
+    return None, None
+  by_length = functools.partial(
+    micro_batches.by_length, batch, run.config.micro_tokens, run.step_config, devices=sharding.batch_devices(run.mesh)
+  )
+  return by_length(), by_length(step - 1)

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from emapg_jax import anchor, data, metrics
+from emapg_jax import anchor, data, metrics, micro_batches
 from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
 from emapg_jax.config import RUNTIME_FLAGS
 from emapg_jax.envs.task import counters
 from emapg_jax.presets import GROUP_ADVANTAGES
-from emapg_jax.types import Hyper, PyTree, RolloutBatch, TrainState, Weighted
+from emapg_jax.types import Hyper, Plan, PyTree, RolloutBatch, TrainState, Weighted
 from experiments import flags, profiling, report, rollouts, warmup
-from experiments.build import Run, new_state, on_devices
+from experiments.build import Run, new_state, on_devices, plans
 from experiments.plots import plot_curves
 
 FLAT_GROUPS_WARNING = 0.95
@@ -72,26 +72,26 @@ class StopRequest:
 
 
 def score_batch(
-  run: Run, state: TrainState, initial: PyTree | None, batch: RolloutBatch, settings: Hyper
+  run: Run, state: TrainState, initial: PyTree | None, batch: RolloutBatch, settings: Hyper, plan: Plan | None = None
 ) -> tuple[RolloutBatch, dict[str, Weighted]]:
   """Adds old log-probs, ids, the anchor's statistics, values and credit; and the KL to the initial model. Dispatched, not waited for."""
   sampled, old, ref = batch, None, None  # what is scored stays as it came: with other ids in it, scoring would compile again
   if run.step_config.kl is not None and run.config.topk_owner == "anchor":
-    ref = run.score(state.ema_params, (), sampled)
+    ref = run.score(state.ema_params, (), sampled, None, plan)
     batch = batch.replace(topk_ids=ref.topk_ids)
   if run.needs_old_pass:
-    old = run.score(state.policy, (), sampled, None if ref is None else ref.topk_ids)
+    old = run.score(state.policy, (), sampled, None if ref is None else ref.topk_ids, plan)
     batch = batch.replace(old_logp=old.logp)
   numbers = {}
   if initial is not None:
-    numbers["kl_initial"] = run.policy_kl(old, run.score(initial, (), sampled, old.topk_ids), batch)
+    numbers["kl_initial"] = run.policy_kl(old, run.score(initial, (), sampled, old.topk_ids, plan), batch)
   if run.step_config.kl is not None:
     if ref is None:
       batch = batch.replace(topk_ids=batch.topk_ids if old is None else old.topk_ids)
-      ref = run.score(state.ema_params, (), sampled, batch.topk_ids)
+      ref = run.score(state.ema_params, (), sampled, batch.topk_ids, plan)
     batch = batch.replace(ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail)
   if run.value is not None:
-    batch = batch.replace(old_values=run.value(state.params["value"], (), batch))
+    batch = batch.replace(old_values=run.value(state.params["value"], (), batch, plan))
   if run.credit is not None:
     (advantages, returns), credited = run.credit(batch, old if run.step_config.kl_in_reward else None, settings)
     batch = batch.replace(advantages=advantages, returns=returns)
@@ -118,12 +118,15 @@ def rl_step(
   config, clock = run.config, Clock()
   groups = rollouts.sample_groups(run, state.policy, stream, step, clock.lap)
   batch, numbers = rollouts.to_batch(run, groups)
+  scoring, training = plans(run, batch, step)
+  if training is not None or run.step_config.prompt_rows > 1:
+    numbers["padded_fraction"] = micro_batches.padded_fraction(batch, training, run.step_config)
   clock.lap("reward")
   settings = hyper(run, host, step)
   for_credit = settings.replace(kl_coef=np.float32(settings.kl_coef / numbers.get("reward_scale", 1.0)))
-  batch, scored = jax.block_until_ready(score_batch(run, state, initial, on_devices(run, batch), for_credit))
+  batch, scored = jax.block_until_ready(score_batch(run, state, initial, on_devices(run, batch), for_credit, scoring))
   clock.lap("anchor")
-  state, device_metrics = run.train_step(state, (), batch, settings)
+  state, device_metrics = run.train_step(state, (), batch, settings, training)
   numbers |= metrics.reduce(device_metrics | scored)
   clock.lap("update")
   numbers["learning_rate"] = config.learning_rate * float(settings.lr_scale[-1])

@@ -10,7 +10,8 @@ import jax
 from emapg_jax import anchor
 from emapg_jax.config import RunConfig
 from emapg_jax.rollout import batching
-from experiments.build import Run, memory_plan
+from experiments.build import Run
+from experiments.memory_plan import memory_plan
 
 
 def say(text: str) -> None:

@@ -48,8 +48,8 @@ _compiled = {}
 @functools.cache
 def _built(changes):
   run = build(RunConfig(**SMALL | dict(changes)))
-  key = (run.step_config.micro_batch, run.step_config.topk, run.needs_old_pass)
-  return dataclasses.replace(run, **{name: _compiled.setdefault((name, *key), getattr(run, name)) for name in ("sample", "score")})
+  key = (run.step_config.micro_batch, run.step_config.topk, run.needs_old_pass, run.sampler.slots, run.sampler.prompts)
+  return dataclasses.replace(run, **{name: _compiled.setdefault((name, *key), getattr(run, name)) for name in ("sampler", "score")})
 
 
 def built(**changes) -> Run:
@@ -298,13 +298,13 @@ class Scored:
     self.run = build(RunConfig(**SMALL | changes))
     self.calls = []
     state = types.SimpleNamespace(policy="policy", ema_params="anchor", params={"policy": "policy", "value": "critic"})
-    bare = RolloutBatch(**{field.name: None for field in dataclasses.fields(RolloutBatch)} | {"topk_ids": "none"})
+    bare = RolloutBatch(**{field.name: None for field in dataclasses.fields(RolloutBatch)} | {"topk_ids": "sampler's"})
     functions = {"score": self._score, "policy_kl": self._policy_kl, "value": self.run.value and self._value, "credit": None}
     run = dataclasses.replace(self.run, **functions)
     initial = "initial" if run.keep_initial else None
     self.batch, self.numbers = loop.score_batch(run, state, initial, bare, None)
 
-  def _score(self, params, frozen, batch, ids=None):
+  def _score(self, params, frozen, batch, ids=None, plan=None):
     self.calls.append((params, ids))
     own = f"{params}'s"
     return TokenStats(own, own, own, ids or own, own, own)
@@ -312,7 +312,7 @@ class Scored:
   def _policy_kl(self, stats, ref, batch):
     return stats.logp, ref.logp, ref.topk_ids
 
-  def _value(self, params, frozen, batch):
+  def _value(self, params, frozen, batch, plan=None):
     return params
 
 
@@ -325,15 +325,18 @@ K3 = {"kl": "k3"}
   [
     (ON_POLICY | {"kl_coef": 0.0}, []),
     ({"kl_coef": 0.0}, [("policy", None)]),
-    (ON_POLICY | K3, [("anchor", "none")]),
-    (K3 | {"old_logp": "sampler"}, [("anchor", "none")]),
+    (ON_POLICY | K3, [("anchor", "sampler's")]),
+    (K3 | {"old_logp": "sampler"}, [("anchor", "sampler's")]),
     (ON_POLICY | K3 | {"epochs": 2}, [("policy", None), ("anchor", "policy's")]),
     (ON_POLICY | K3 | {"old_logp": "sampler", "kl_placement": "reward"}, [("policy", None), ("anchor", "policy's")]),
-    (ON_POLICY | REVERSE, [("policy", None), ("anchor", "policy's")]),
-    (REVERSE | {"old_logp": "sampler"}, [("policy", None), ("anchor", "policy's")]),
+    (REVERSE, [("policy", None), ("anchor", "policy's")]),
+    # Where the policy need not be scored, the sampler has said which ids are its most likely.
+    (ON_POLICY | REVERSE, [("anchor", "sampler's")]),
+    (REVERSE | {"old_logp": "sampler"}, [("anchor", "sampler's")]),
     (ON_POLICY | REVERSE | {"kl_topk_ids": "anchor"}, [("anchor", None)]),
     (ON_POLICY | FORWARD, [("anchor", None)]),
     (FORWARD, [("anchor", None), ("policy", "anchor's")]),
+    (ON_POLICY | FORWARD | {"kl_topk_ids": "policy"}, [("anchor", "sampler's")]),
     (FORWARD | {"kl_topk_ids": "policy"}, [("policy", None), ("anchor", "policy's")]),
     (ON_POLICY | {"kl_coef": 0.0, "keep_initial": "on"}, [("policy", None), ("initial", "policy's")]),
     (ON_POLICY | FORWARD | {"keep_initial": "on"}, [("anchor", None), ("policy", "anchor's"), ("initial", "anchor's")]),
@@ -347,7 +350,8 @@ def test_what_is_scored_and_on_whose_ids(monkeypatch, changes, calls):
   assert found.batch.old_logp == ("policy's" if "policy" in models else None)
   assert found.batch.ref_logp == found.batch.ref_logp_topk == found.batch.ref_log_tail == ("anchor's" if "anchor" in models else None)
   if found.run.step_config.topk:
-    assert found.batch.topk_ids == f"{found.run.config.topk_owner}'s"
+    owner = "sampler" if found.run.sampling.report_topk else found.run.config.topk_owner
+    assert found.batch.topk_ids == f"{owner}'s"
   owner = "anchor's" if "anchor" in models else "policy's"
   assert found.numbers == ({"kl_initial": ("policy's", "initial's", owner)} if "initial" in models else {})
   assert found.batch.old_values == ("critic" if found.run.config.uses_critic else None)
@@ -363,11 +367,11 @@ def test_the_kl_in_a_normalised_reward_is_divided_like_the_reward(monkeypatch):
   monkeypatch.setattr(rollouts, "to_batch", lambda *_: ({}, {"reward_scale": 0.25}))
   seen = []
 
-  def score_batch(run, state, initial, batch, settings):
+  def score_batch(run, state, initial, batch, settings, plan):
     seen.append(settings)
     return batch, {}
 
-  def train_step(state, frozen, batch, settings):
+  def train_step(state, frozen, batch, settings, plan):
     seen.append(settings)
     raise Enough
 

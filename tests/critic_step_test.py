@@ -42,7 +42,7 @@ def test_the_gradient_of_the_critic_is_that_of_its_own_loss():
   rows, columns = np.nonzero(data.mask)
 
   def loss(params):
-    found = tiny.toy_critic(params, (), data.tokens)[rows, data.prompt_length[rows] + columns - 1]
+    found = tiny.toy_values(params, data.tokens)[rows, data.prompt_length[rows] + columns - 1]
     return 0.5 * jnp.sum(jnp.square(found - data.returns[rows, columns]))
 
   value, slope = jax.value_and_grad(loss)(tiny.toy_params(critic=True)["value"])

@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 from emapg_jax import losses
 from emapg_jax.presets import KL_EXACT, KL_SAMPLED, KL_TOPK
-from emapg_jax.score_step import credit_step, score_step, value_step
+from emapg_jax.score_step import before_responses, credit_step, score_step, value_step
 from emapg_jax.step_config import StepConfig
 from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import Hyper, PyTree, RolloutBatch, TrainState
@@ -58,9 +58,8 @@ SAMPLER = perturbed(POLICY, 2)  # writes the responses of the off-policy tests
 CRITIC = weights(3)
 
 
-def model(params: PyTree, frozen: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def hidden_states(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   """A recurrent network; its last hidden feature is 1 and meets the bias."""
-  del frozen
   state, states = jnp.zeros((tokens.shape[0], HIDDEN), jnp.float64), []
   for token in tokens.T:
     state = jnp.tanh(params["embedding"][token] + state @ params["recurrent"])
@@ -69,15 +68,22 @@ def model(params: PyTree, frozen: PyTree, tokens: jax.Array) -> tuple[jax.Array,
   return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1), jnp.vstack([params["unembedding"], params["bias"][None]])
 
 
-def critic(params: PyTree, frozen: PyTree, tokens: jax.Array) -> jax.Array:
+def model(params: PyTree, frozen: PyTree, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
+  """The network as the step reads it."""
+  del frozen
+  hidden, unembedding = hidden_states(params, batch.tokens)
+  return before_responses(hidden, batch), unembedding
+
+
+def critic(params: PyTree, frozen: PyTree, batch: RolloutBatch) -> jax.Array:
   """Values that depend on the tokens so far and on nothing else."""
-  return model(params, frozen, tokens)[0][..., 0]
+  return model(params, frozen, batch)[0][..., 0]
 
 
 @jax.jit
 def response_logp(params: PyTree) -> jax.Array:
   """Log-probability [COUNT, LENGTH] of each token of each response, 0 after its end; written without the code under test."""
-  hidden, unembedding = model(params, (), SEQUENCES)
+  hidden, unembedding = hidden_states(params, SEQUENCES)
   logps = jax.nn.log_softmax(hidden[:, :-1] @ unembedding / TEMPERATURE)
   return jnp.where(MASK, jnp.sum(logps * jax.nn.one_hot(TOKENS, VOCAB), axis=-1), 0.0)
 

@@ -22,6 +22,7 @@ from emapg_jax.config import RunConfig
 from emapg_jax.types import Hyper
 from experiments import loop, rollouts, warmup
 from experiments.build import Run, build
+from experiments.build import plans as build_plans
 from experiments.estimators import ESTIMATORS
 from tests import tiny
 
@@ -104,6 +105,8 @@ PERTURBED = {
   "weight_decay": ("optimizer", 0.1, {}),
   "clip_norm": ("optimizer", 2.0, {}),
   "micro_batch": ("step", 1, {}),
+  "micro_tokens": ("plans", 16, {}),
+  "shared_prefix": ("step", "on", {}),
   "critic_learning_rate": ("optimizer", 1e-3, PPO),
   "critic_weight_decay": ("optimizer", 0.1, PPO),
   "critic_clip_norm": ("optimizer", 2.0, PPO),
@@ -304,6 +307,12 @@ def sampler(run):
   return made.slots, made.max_prompt_tokens, made.max_new_tokens, made._block, made._chunk, stopped
 
 
+def plans(run):
+  rows = run.config.rows
+  groups = rollouts.Groups(responses(run, rows), np.zeros(rows), np.zeros(rows, int), np.arange(rows))
+  return [plan and plain([vars(part) for part in plan]) for plan in build_plans(run, rollouts.to_batch(run, groups)[0], 1)]
+
+
 ASK = {
   "step": step,
   "policy_loss": policy_loss,
@@ -317,6 +326,7 @@ ASK = {
   "prompts": lambda run: (run.train.fingerprint(), run.train.tokens),
   "sampler": sampler,
   "sampling": lambda run: (run.sampling, run.eval_sampling),
+  "plans": plans,
   "old_pass": lambda run: run.needs_old_pass,
   "batch": batch,
   "next_host": next_host,

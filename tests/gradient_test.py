@@ -52,7 +52,7 @@ def owner(name):
 
 def logps(params):
   """Log-probabilities [COUNT, T, V] of every token at every position."""
-  hidden, unembedding = enumerable.model(params, (), SEQUENCES)
+  hidden, unembedding = enumerable.hidden_states(params, SEQUENCES)
   return jax.nn.log_softmax(hidden[:, :-1] @ unembedding / enumerable.TEMPERATURE)
 
 
@@ -231,7 +231,7 @@ def test_policy_beside_a_critic(in_reward):
   returns = REWARDS[:, None] - KL_COEF * in_reward * kl_to_go
 
   def half_squared_error(params):
-    errors = enumerable.critic(params, (), SEQUENCES)[:, :-1] - returns
+    errors = enumerable.hidden_states(params, SEQUENCES)[0][:, :-1, 0] - returns
     return jnp.sum(enumerable.probabilities("policy")[:, None] * MASK * 0.5 * jnp.square(errors))
 
   assert_equal(found["value"], -enumerable.flat(jax.grad(half_squared_error)(CRITIC)))

@@ -12,7 +12,7 @@ CODE = LIBRARY + sorted((ROOT / "experiments").rglob("*.py"))
 
 # A module may import from its own layer and from later ones.
 LAYERS = (
-  {"rollout", "train_step", "score_step", "step_config", "envs", "checkpoint", "config", "metrics"},
+  {"rollout", "train_step", "score_step", "step_config", "micro_batches", "envs", "checkpoint", "config", "metrics"},
   {
     "losses",
     "token_stats",

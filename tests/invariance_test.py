@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from emapg_jax import credit, losses, optim
-from emapg_jax.score_step import credit_step
+from emapg_jax.score_step import before_responses, credit_step
 from emapg_jax.train_step import init_state, train_step
 from tests import tiny
 from tests.tiny import POLICY_LOSSES, assert_same_gradient, values
@@ -148,8 +148,8 @@ def test_garbage_at_masked_positions(name, garbage):
   assert values(found[1]) == values(expected[1])
 
 
-def _critic_of_garbage(params, frozen, tokens):
-  return tiny.toy_critic(params, (), tokens) + frozen[tokens]
+def _critic_of_garbage(params, frozen, batch):
+  return before_responses(tiny.toy_values(params, batch.tokens) + frozen[batch.tokens], batch)
 
 
 def spoilt(mask, x, garbage):
@@ -187,7 +187,7 @@ def test_one_token(aggregation, rtol):
   data = tiny.toy_batch()
 
   def logp(params):
-    hidden, unembedding = tiny.toy_model(params, (), data.tokens[3:4])
+    hidden, unembedding = tiny.toy_states(params, data.tokens[3:4])
     at = data.prompt_length[3]
     return jax.nn.log_softmax(hidden[0, at - 1] @ unembedding)[data.tokens[3, at]]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from emapg_jax import losses, optim, sharding, streams
+from emapg_jax import losses, micro_batches, optim, sharding, streams
 from emapg_jax.rollout.draw import Sampling
 from emapg_jax.rollout.sampler import Sampler
 from emapg_jax.score_step import score_step
@@ -25,34 +25,42 @@ def laid_out(mesh, state):
 
 
 @functools.cache
-def after_steps(spec, devices):
-  """Params, anchor, optimizer state and metrics after two RL steps of two mini-batches of two micro-batches."""
+def after_steps(spec, devices, by_length=False):
+  """Params, anchor, optimizer state and metrics after two RL steps of two mini-batches of two micro-batches of four rows."""
   mesh = sharding.make_mesh(spec, jax.devices()[:devices])
   optimizer = optim.make_optimizer(1e-2)
   state = laid_out(mesh, tiny.state(optimizer))
   shardings = jax.tree.map(lambda a: a.sharding, state)
+  step_config = tiny.config(mini_batches=2, micro_batch=4)
   step = jax.jit(
     functools.partial(
       train_step,
       model=tiny.model,
       optimizer=optimizer,
-      config=tiny.config(mini_batches=2, micro_batch=4),
+      config=step_config,
       constrain=functools.partial(sharding.constrain_batch, mesh),
     ),
     donate_argnums=0,
     out_shardings=(shardings, None),
   )
+  counts = []
   for seed in (0, 1):
-    data = jax.device_put(jax.device_get(tiny.batch(rows=16, seed=seed)), sharding.batch_sharding(mesh))
-    state, metrics = step(state, (), data, tiny.hyper())
+    data, plan = jax.device_get(tiny.batch(rows=16, seed=seed)), None
+    if by_length:  # a device's budget of 16 tokens is two rows of 4 + 4 or one of 4 + 6
+      plan = micro_batches.by_length(data, 16, step_config, seed, sharding.batch_devices(mesh), lengths=(4, 6))
+      counts.append([part.count.tolist() for part in plan])
+    state, metrics = step(state, (), jax.device_put(data, sharding.batch_sharding(mesh)), tiny.hyper(), plan)
+  assert not by_length or counts == [[[1, 0], [1, 2]]] * 2, "one update needs other micro-batches than the next"
   assert step._cache_size() == 1
   return jax.device_get(state), jax.device_get(metrics), jax.tree.map(lambda a: a.sharding, state) == shardings
 
 
-@pytest.mark.parametrize("spec", ["data:2,fsdp:2,tensor:2", "fsdp:4,tensor:2"])
-def test_training_step(spec):
+@pytest.mark.parametrize(
+  ("spec", "by_length"), [("data:2,fsdp:2,tensor:2", False), ("data:2,fsdp:2,tensor:2", True), ("fsdp:4,tensor:2", False)]
+)
+def test_training_step(spec, by_length):
   one, one_metrics, _ = after_steps("data:1", 1)
-  many, many_metrics, kept_layout = after_steps(spec, 8)
+  many, many_metrics, kept_layout = after_steps(spec, 8, by_length)
   assert kept_layout
   # Adam divides by the root of the second moment: rounding differences of tiny gradients are magnified at first.
   chex.assert_trees_all_close(many.ema_params, one.ema_params, atol=3e-4)
@@ -98,8 +106,16 @@ def test_scores(spec):
   params = jax.device_put(tiny.params(), sharding.tree_shardings(mesh, tiny.params()))
   data = tiny.batch()
   sharded = jax.device_put(jax.device_get(data), sharding.batch_sharding(mesh))
-  score = jax.jit(functools.partial(score_step, model=tiny.model, config=tiny.config(micro_batch=8, topk=tiny.TOPK)))
-  chex.assert_trees_all_close(jax.device_get(score(params, (), sharded, sharded.topk_ids)).logp, data.old_logp, atol=1e-5)
+  step_config, constrain = tiny.config(micro_batch=8, topk=tiny.TOPK), functools.partial(sharding.constrain_batch, mesh)
+  score = jax.jit(functools.partial(score_step, model=tiny.model, config=step_config, constrain=constrain))
+  found = score(params, (), sharded, sharded.topk_ids)
+  lowered = score.lower(params, (), sharded, sharded.topk_ids)
+  assert lowered.compile().cost_analysis()["flops"] < lowered.cost_analysis()["flops"] / 4, "each device has rows of its own"
+  assert found.logp.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2)
+  chex.assert_trees_all_close(jax.device_get(found).logp, data.old_logp, atol=1e-5)
+  plan = micro_batches.by_length(jax.device_get(data), 10, step_config, devices=sharding.batch_devices(mesh), lengths=(3, 6))
+  found = jax.device_get(score(params, (), sharded, sharded.topk_ids, plan))
+  np.testing.assert_allclose(found.logp[data.mask], data.old_logp[data.mask], atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["data:8", "data:2,fsdp:2,tensor:2"])

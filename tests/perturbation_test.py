@@ -15,6 +15,7 @@ import pytest
 from emapg_jax import credit, losses
 from emapg_jax.score_step import credit_step, score_step, value_step
 from emapg_jax.step_config import StepConfig
+from emapg_jax.token_stats import token_stats
 from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import Hyper
 from experiments.estimators import ESTIMATORS
@@ -41,15 +42,24 @@ BASE = StepConfig(
   old_from_sampler=False,
   tis_cap=1.1,
   tis_sequence_bound=1.3,
-  head_chunk=None,
+  prompt_rows=1,
+  stats=token_stats,
+  head_logits=None,
   seed=0,
 )
+
+
+def _sharper(*args, **settings):
+  return token_stats(*args, **settings | {"temperature": 0.9})
+
+
 OVER_BASELINE = functools.partial(credit.reward_to_go_advantages, discount=0.9)
 
 # Field: the value it is changed to.
 PERTURBED = {
   "mini_batches": 1,
   "epochs": 2,
+  "prompt_rows": 2,  # pairs of rows stay together, in the same mini-batch
   "temperature": 0.9,
   "policy_loss": losses.token_level(functools.partial(losses.cispo, clip_low=0.05, clip_high=0.05)),
   "credit": functools.partial(credit.gae_advantages, discount=0.9, gae_lambda=0.7),
@@ -65,12 +75,13 @@ PERTURBED = {
   "old_from_sampler": True,
   "tis_cap": 1.05,
   "tis_sequence_bound": 1.1,
+  "stats": _sharper,
   "seed": 1,
 }
 # These must change nothing but rounding.
 UNCHANGED = {
   "micro_batch": 4,  # the rows of a mini-batch are only taken in other portions
-  "head_chunk": 4,  # and the positions of a row
+  "head_logits": 64,  # and the positions of a row, two at a time
   "topk_approximate": True,  # on CPU the search is exact
 }
 # Field: what else it takes, and the value.

@@ -10,7 +10,7 @@ import optax
 
 from emapg_jax import losses
 from emapg_jax.models import decoder
-from emapg_jax.score_step import score_step
+from emapg_jax.score_step import before_responses, score_step
 from emapg_jax.step_config import StepConfig
 from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import Hyper, Max, RolloutBatch, TrainState
@@ -22,9 +22,15 @@ CONFIG = decoder.DecoderConfig(
 ROWS, PROMPT, RESPONSE, TOPK = 8, 4, 6, 4
 
 
-def model(params, frozen, tokens):
-  del frozen
+def hidden_states(params, tokens):
+  """After each token [B, S, D], and the unembedding."""
   return decoder.apply(CONFIG, params, tokens), decoder.unembedding(params)
+
+
+def model(params, frozen, batch):
+  del frozen
+  hidden, unembedding = hidden_states(params, batch.tokens)
+  return before_responses(hidden, batch), unembedding
 
 
 def params(seed=0):
@@ -133,16 +139,26 @@ def toy_params(seed=0, critic=False):
   return {"policy": policy, "value": {"table": jnp.asarray(rng.normal(size=16))}} if critic else policy
 
 
-def toy_model(params, frozen, tokens):
-  """Causal: the hidden state depends on the token and on the mean of all up to it."""
-  del frozen
+def toy_states(params, tokens):
+  """After each token, and the unembedding. Causal: the hidden state depends on the token and on the mean of all up to it."""
   x = params["embedding"][tokens]
   return jnp.tanh(x + _running_mean(x) @ params["mix"]), params["unembedding"]
 
 
-def toy_critic(params, frozen, tokens):
-  del frozen
+def toy_values(params, tokens):
+  """After each token."""
   return _running_mean(params["table"][tokens][..., None])[..., 0]
+
+
+def toy_model(params, frozen, batch):
+  del frozen
+  hidden, unembedding = toy_states(params, batch.tokens)
+  return before_responses(hidden, batch), unembedding
+
+
+def toy_critic(params, frozen, batch):
+  del frozen
+  return before_responses(toy_values(params, batch.tokens), batch)
 
 
 def _running_mean(x):

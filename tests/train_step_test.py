@@ -53,7 +53,7 @@ def test_gradient_against_an_independent_formula():
   data = tiny.batch()
 
   def loss(params):
-    hidden, unembedding = tiny.model(params, (), data.tokens)
+    hidden, unembedding = tiny.hidden_states(params, data.tokens)
     logps = jax.nn.log_softmax(hidden @ unembedding)
     total = 0.0
     for row in range(tiny.ROWS):
@@ -85,7 +85,7 @@ def test_kl_gradient_with_all_ids_against_an_independent_formula():
 
   def loss(params):
     total = 0.0
-    logps, refs = (jax.nn.log_softmax((lambda h, u: h @ u)(*tiny.model(p, (), data.tokens)) / temperature) for p in (params, anchor))
+    logps, refs = (jax.nn.log_softmax((lambda h, u: h @ u)(*tiny.hidden_states(p, data.tokens)) / temperature) for p in (params, anchor))
     for row in range(tiny.ROWS):
       for t in range(int(data.mask[row].sum())):
         at = int(data.prompt_length[row]) + t - 1
@@ -291,7 +291,7 @@ def test_entropy_bonus():
   data = tiny.toy_batch()
 
   def entropy(params):
-    hidden, unembedding = tiny.toy_model(params, (), data.tokens)
+    hidden, unembedding = tiny.toy_states(params, data.tokens)
     logps = jax.nn.log_softmax(hidden @ unembedding / 0.7)
     rows, columns = np.nonzero(data.mask)
     logps = logps[rows, data.prompt_length[rows] + columns - 1]

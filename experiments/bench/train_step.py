@@ -8,7 +8,7 @@ import numpy as np
 from emapg_jax import optim
 from emapg_jax.models import decoder
 from emapg_jax.rollout import batching
-from emapg_jax.score_step import score_step
+from emapg_jax.score_step import before_responses, score_step
 from emapg_jax.step_config import StepConfig
 from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import Hyper, RolloutBatch
@@ -44,9 +44,9 @@ def bench_train_step(settings: Settings, machine: Machine) -> tuple[list[Row], l
   step_config = _step_config(rows, settings, config.vocab_size)
   optimizer = optim.make_optimizer(1e-6)
 
-  def model(params, frozen, tokens):
+  def model(params, frozen, batch):
     del frozen
-    return decoder.apply(config, params, tokens), decoder.unembedding(params)
+    return before_responses(decoder.apply(config, params, batch.tokens), batch), decoder.unembedding(params)
 
   score = jax.jit(functools.partial(score_step, model=model, config=step_config))
   step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, config=step_config), donate_argnums=0)
