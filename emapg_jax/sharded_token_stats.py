@@ -12,7 +12,6 @@ from emapg_jax.token_stats import FieldGrads, Head, Vocabulary, check_shapes, to
 from emapg_jax.types import TokenStats
 
 _AXIS = "tensor"
-_COLUMNS = P(None, _AXIS)
 
 
 @functools.cache
@@ -45,6 +44,7 @@ def _token_stats(
   approximate: bool = False,
   temperature: float = 1.0,
   chunk: int | None = None,
+  tied: bool = False,
 ) -> TokenStats:
   check_shapes(hidden, unembedding, topk if topk_ids is None else topk_ids.shape[-1], temperature, chunk)
   vocab, shares = unembedding.shape[1], mesh.shape[_AXIS]
@@ -63,13 +63,15 @@ def _token_stats(
       f"The unembedding of shape {unembedding.shape} can't be laid out with its {hidden.shape[-1]} rows over the {mesh.shape['fsdp']} "
       "devices of the mesh axis fsdp: choose a size of that axis that divides them."
     )
-  head = Head(topk, approximate, temperature, chunk, Vocabulary(_AXIS))
-  rows = sharding.BATCH
+  head = Head(topk, approximate, temperature, chunk, tied, Vocabulary(_AXIS))
+  rows, share, shared_gradient = sharding.BATCH, P(None, _AXIS), P("fsdp", _AXIS)
+  if tied:
+    unembedding, share, shared_gradient = unembedding.T, P(_AXIS, None), P(_AXIS, "fsdp")
 
   def backward(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, stats: TokenStats, grads: FieldGrads):
     dhidden, dunembedding = head.backward(hidden, unembedding, targets, stats, grads)
     if mesh.shape["fsdp"] > 1:  # XLA keeps a sum over one device
-      dunembedding = jax.lax.psum_scatter(dunembedding, "fsdp", scatter_dimension=0, tiled=True)
+      dunembedding = jax.lax.psum_scatter(dunembedding, "fsdp", scatter_dimension=1 if tied else 0, tiled=True)
     if mesh.shape["data"] > 1:
       dunembedding = jax.lax.psum(dunembedding, "data")
     return jax.lax.psum(dhidden, _AXIS), dunembedding
@@ -77,6 +79,6 @@ def _token_stats(
   # Both passes are mapped, and neither is differentiated: the sums over devices in one are not the transposes of those in the other.
   mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
   return with_gradient(
-    mapped(head.forward, in_specs=(rows, _COLUMNS, rows, rows), out_specs=rows),
-    mapped(backward, in_specs=(rows, _COLUMNS, rows, rows, rows), out_specs=(rows, P("fsdp", _AXIS))),
+    mapped(head.forward, in_specs=(rows, share, rows, rows), out_specs=rows),
+    mapped(backward, in_specs=(rows, share, rows, rows, rows), out_specs=(rows, shared_gradient)),
   )(hidden, unembedding, targets, topk_ids)

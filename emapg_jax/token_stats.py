@@ -183,17 +183,23 @@ class Head:
   approximate: bool
   temperature: float
   chunk: int | None
+  tied: bool = False  # the unembedding comes as the embedding [V, D]
   vocabulary: Vocabulary = Vocabulary()
+
+  @property
+  def _dims(self) -> str:
+    return "vd" if self.tied else "dv"
 
   def forward(self, hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, topk_ids: jax.Array | None) -> TokenStats:
     """TokenStats, `chunk` positions at a time."""
     batch, length, _ = hidden.shape
     unembedding = unembedding.astype(hidden.dtype)
-    chunk = min(self.chunk or max(1, LOGITS_PER_CHUNK // max(1, batch * unembedding.shape[1])), length)
+    size = unembedding.shape[self._dims.index("v")]
+    chunk = min(self.chunk or max(1, LOGITS_PER_CHUNK // max(1, batch * size)), length)
 
     def of_chunk(args):
       hidden, targets, ids = args
-      logits = jnp.einsum("bcd,dv->bcv", hidden, unembedding, preferred_element_type=masking.wide(hidden.dtype))
+      logits = jnp.einsum(f"bcd,{self._dims}->bcv", hidden, unembedding, preferred_element_type=masking.wide(hidden.dtype))
       return _stats(logits / self.temperature, targets, ids, self.topk, self.approximate, self.vocabulary)
 
     if chunk == length or not batch:
@@ -219,20 +225,21 @@ class Head:
     In blocks of columns, each for all positions: so every part of the larger gradient is written once, where a loop over positions
     reads and writes the whole of it in each step.
     """
-    wide = masking.wide(hidden.dtype)
-    size = unembedding.shape[1]
+    wide, dims = masking.wide(hidden.dtype), self._dims
+    axis = dims.index("v")
+    size = unembedding.shape[axis]
     width = self._width(hidden, size)
     first = self.vocabulary.first(size)
     gradient = _logits_gradient(stats, targets, jax.tree.map(lambda g: g / self.temperature, grads))
 
     def block(carry, start, width):
       dhidden, dunembedding = carry
-      columns = jax.lax.dynamic_slice_in_dim(unembedding, start, width, axis=1).astype(hidden.dtype)
-      logits = jnp.einsum("btd,dv->btv", hidden, columns, preferred_element_type=wide) / self.temperature
+      columns = jax.lax.dynamic_slice_in_dim(unembedding, start, width, axis).astype(hidden.dtype)
+      logits = jnp.einsum(f"btd,{dims}->btv", hidden, columns, preferred_element_type=wide) / self.temperature
       dlogits = gradient(logits, first + start).astype(hidden.dtype)
-      dhidden += jnp.einsum("btv,dv->btd", dlogits, columns, preferred_element_type=wide)
-      dcolumns = jnp.einsum("btd,btv->dv", hidden, dlogits, preferred_element_type=wide).astype(unembedding.dtype)
-      return dhidden, jax.lax.dynamic_update_slice_in_dim(dunembedding, dcolumns, start, axis=1)
+      dhidden += jnp.einsum(f"btv,{dims}->btd", dlogits, columns, preferred_element_type=wide)
+      dcolumns = jnp.einsum(f"btd,btv->{dims}", hidden, dlogits, preferred_element_type=wide).astype(unembedding.dtype)
+      return dhidden, jax.lax.dynamic_update_slice_in_dim(dunembedding, dcolumns, start, axis)
 
     carry = jnp.zeros(hidden.shape, wide), jnp.zeros_like(unembedding)
     if width == size:
@@ -290,6 +297,7 @@ def token_stats(
   approximate: bool = False,
   temperature: float = 1.0,
   chunk: int | None = None,
+  tied: bool = False,
 ) -> TokenStats:
   """TokenStats of `softmax(hidden @ unembedding / temperature)`, `chunk` positions at a time.
 
@@ -306,10 +314,11 @@ def token_stats(
       `approximate` search.
     temperature: > 0; all fields are of the tempered distribution.
     chunk: positions per chunk; by default as many as keep a chunk's logits at LOGITS_PER_CHUNK.
+    tied: `unembedding` is a transposed embedding; it is then worked on as it lies in memory, where a loop would keep a transposed copy.
 
   Raises:
     ValueError: if temperature is not positive, K exceeds V or chunk is below 1.
   """
   check_shapes(hidden, unembedding, topk if topk_ids is None else topk_ids.shape[-1], temperature, chunk)
-  head = Head(topk, approximate, temperature, chunk)
-  return with_gradient(head.forward, head.backward)(hidden, unembedding, targets, topk_ids)
+  head = Head(topk, approximate, temperature, chunk, tied)
+  return with_gradient(head.forward, head.backward)(hidden, unembedding.T if tied else unembedding, targets, topk_ids)

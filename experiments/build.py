@@ -185,7 +185,7 @@ def _prompt_rows(config: RunConfig, micro_batch: int, shards: int) -> int:
   return max((rows for rows in range(1, most + 1) if most % rows == 0 and rows <= fitting), default=1)
 
 
-def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) -> StepConfig:
+def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, model: decoder.DecoderConfig) -> StepConfig:
   shards = sharding.batch_devices(mesh)
   if config.rows % shards:
     raise ValueError(
@@ -215,9 +215,9 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, vocab_size: int) ->
     tis_cap=config.tis_cap or None,
     tis_sequence_bound=config.tis_sequence_bound or None,
     kl=ESTIMATORS[config.kl] if config.kl_coef > 0 else None,
-    head_logits=LOGITS_PER_CHUNK * shards,
-    stats=sharded_token_stats(mesh),
-    topk=_topk(config, vocab_size),
+    head_logits=LOGITS_PER_CHUNK * mesh.size,
+    stats=functools.partial(sharded_token_stats(mesh), tied=model.tied),
+    topk=_topk(config, model.vocab_size),
     topk_approximate=config.kl_topk_approximate,
     kl_iw_low=config.kl_iw_low or None,
     kl_iw_high=config.kl_iw_high or None,
@@ -306,7 +306,7 @@ def build(config: RunConfig) -> Run:
   mesh = sharding.make_mesh(config.mesh)
   task = build_task(config)
   tokenizer, model_config = _tokenizer_and_model(config, task)
-  step_config = _step_config(config, mesh, model_config.vocab_size)
+  step_config = _step_config(config, mesh, model_config)
   if config.warmup_steps and not (hasattr(task, "demonstration") and hasattr(task, "tokenizer")):
     raise ValueError(
       f"--warmup_steps={config.warmup_steps} needs a task with demonstrations and a tokenizer of its own, which {config.task} is not: "

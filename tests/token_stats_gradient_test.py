@@ -43,13 +43,13 @@ def weighted(fields, weights):
 
 
 @functools.cache
-def gradients(chunk, given):
+def gradients(chunk, given, tied):
   """Of the head, and of the definitions on its ids, for weights of the fields."""
 
   @jax.jit
   def both(weights, hidden, unembedding, targets, ids):
     def head(hidden, unembedding):
-      stats = token_stats(hidden, unembedding, targets, topk_ids=ids if given else None, topk=K, temperature=0.7, chunk=chunk)
+      stats = token_stats(hidden, unembedding, targets, topk_ids=ids if given else None, topk=K, temperature=0.7, chunk=chunk, tied=tied)
       return weighted(vars(stats), weights), stats.topk_ids
 
     def defined(hidden, unembedding, ids):
@@ -63,15 +63,15 @@ def gradients(chunk, given):
 
 # A chunk of 2 of 5 positions is 120 of 300 columns at all of them, which makes blocks of 128, 128 and 44; whole, one of 300.
 @pytest.mark.parametrize("chunk", [2, None])
-@pytest.mark.parametrize("given", [True, False])
-def test_every_field_in_float64(chunk, given, x64):
+@pytest.mark.parametrize("given, tied", [(True, False), (False, False), (True, True)])
+def test_every_field_in_float64(chunk, given, tied, x64):
   args = inputs()
   rng = np.random.default_rng(1)
   one_by_one = [{name: rng.normal(size=(B, T, K) if name == "logp_topk" else (B, T)) for name in FIELDS}]
   for kept in FIELDS:
     one_by_one.append({name: weight * (name == kept) for name, weight in one_by_one[0].items()})
   for weights in one_by_one:
-    found, expected = gradients(chunk, given)(weights, *args)
+    found, expected = gradients(chunk, given, tied)(weights, *args)
     assert found[1][0].dtype == np.float64
     chex.assert_trees_all_close(found, expected, rtol=1e-10, atol=1e-11)
 
@@ -181,17 +181,18 @@ def test_equals_the_differentiated_form():
   chex.assert_trees_all_close(found(hidden, unembedding), whole(hidden, unembedding), atol=2e-5)
 
 
-def test_the_gradient_of_the_unembedding_is_held_once():
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_the_unembedding_is_held_once(tied):
   """[D, V] is an eighth of all logits here, and no temporary: what lives beside the result is a few chunks of logits."""
   length, vocab, width = 512, 8192, 64
   shapes = (
     jax.ShapeDtypeStruct((1, length, width), jnp.float32),
-    jax.ShapeDtypeStruct((width, vocab), jnp.float32),
+    jax.ShapeDtypeStruct((vocab, width) if tied else (width, vocab), jnp.float32),
     jax.ShapeDtypeStruct((1, length), jnp.int32),
   )
 
   def total(hidden, unembedding, targets):
-    stats = token_stats(hidden, unembedding, targets, topk=8, chunk=8)
+    stats = token_stats(hidden, unembedding.T if tied else unembedding, targets, topk=8, chunk=8, tied=tied)
     return jnp.sum(stats.logp + stats.entropy + stats.log_tail) + jnp.sum(stats.logp_topk)
 
   memory = jax.jit(jax.grad(total, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()

@@ -150,7 +150,8 @@ def test_the_assertion_sees_what_travels_without_the_split():
     check_wires(text, "tensor:8")
 
 
-def test_within_a_scan_over_micro_batches():
+@pytest.mark.parametrize("tied", [False, True])
+def test_within_a_scan_over_micro_batches(tied):
   """As the training step has it: the tied embedding, laid out by the table, and its gradient added up over micro-batches."""
   spec = "data:2,fsdp:2,tensor:2"
   mesh = sharding.make_mesh(spec)
@@ -170,8 +171,10 @@ def test_within_a_scan_over_micro_batches():
     indices = jnp.arange(2 * B).reshape(B, 2).T
     return jax.lax.scan(micro_step, jax.tree.map(jnp.zeros_like, params), indices)[0]
 
-  one = jax.jit(functools.partial(step, stats=token_stats, constrain=lambda x: x))(params, (hidden, targets, ids))
-  bound = {"stats": sharded_token_stats(mesh), "constrain": functools.partial(sharding.constrain_batch, mesh)}
+  one = jax.jit(functools.partial(step, stats=functools.partial(token_stats, tied=tied), constrain=lambda x: x))(
+    params, (hidden, targets, ids)
+  )
+  bound = {"stats": functools.partial(sharded_token_stats(mesh), tied=tied), "constrain": functools.partial(sharding.constrain_batch, mesh)}
   args = jax.device_put(params, layout), jax.device_put((hidden, targets, ids), sharding.batch_sharding(mesh))
   compiled = jax.jit(functools.partial(step, **bound), out_shardings=layout).lower(*args).compile()
   check_wires(compiled.as_text(), spec, transposed=True)

@@ -236,6 +236,13 @@ def unembedding(params: PyTree) -> jax.Array:
   return params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"].T
 
 
+def logits(params: PyTree, hidden: jax.Array) -> jax.Array:
+  """float32 [..., V] of hidden states [..., D]. Where tied, without the transposed copy of the embedding that a loop would make."""
+  if "lm_head" in params:
+    return jnp.einsum("...d,dv->...v", hidden, params["lm_head"]["kernel"], preferred_element_type=jnp.float32)
+  return jnp.einsum("...d,vd->...v", hidden, params["embed"]["embedding"], preferred_element_type=jnp.float32)
+
+
 def count_params(params: PyTree) -> int:
   """Number of scalars, each tied array once."""
   return sum(a.size for a in jax.tree.leaves(params))

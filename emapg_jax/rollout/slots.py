@@ -109,7 +109,6 @@ def decode_block(
     what was drawn, [B, S], of which slot s has the first `index after − index before` entries.
   """
   ends = jnp.asarray(tuple(eos_ids), jnp.int32)
-  head = decoder.unembedding(params)
 
   def unfinished(carry):
     step, _, alive, _, _ = carry
@@ -118,15 +117,14 @@ def decode_block(
   def step(carry):
     number, slots, alive, ended, out = carry
     hidden, cache = decoder.apply_cached(config, params, slots.token[:, None], slots.position[:, None], slots.cache, visible)
-    logits = jnp.einsum("bd,dv->bv", hidden[:, 0], head, preferred_element_type=jnp.float32)
-    drawn = next_token(logits, jax.vmap(jax.random.fold_in)(slots.keys, slots.index), sampling)
+    drawn = next_token(decoder.logits(params, hidden[:, 0]), jax.vmap(jax.random.fold_in)(slots.keys, slots.index), sampling)
     out = jax.tree.map(lambda all, one: all.at[number].set(one), out, drawn)
     index = slots.index + alive
     ended = ended | (alive & jnp.any(drawn.ids[:, None] == ends[None, :], axis=-1))
     slots = slots.replace(cache=cache, token=jnp.where(alive, drawn.ids, slots.token), position=slots.position + alive, index=index)
     return number + 1, constrain(slots), alive & ~ended & (index < slots.limit), ended, out
 
-  one = jax.eval_shape(lambda: next_token(jnp.zeros((alive.shape[0], head.shape[1]), jnp.float32), slots.keys, sampling))
+  one = jax.eval_shape(lambda: next_token(jnp.zeros((alive.shape[0], config.vocab_size), jnp.float32), slots.keys, sampling))
   out = jax.tree.map(lambda a: jnp.zeros((block, *a.shape), a.dtype), one)
   _, slots, alive, ended, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), slots, alive, jnp.zeros_like(alive), out))
   return constrain(slots), alive, ended, out

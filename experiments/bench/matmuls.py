@@ -22,23 +22,20 @@ def _layer(x: jax.Array, weights: PyTree) -> jax.Array:
   return x + (x @ mlp["gate"]["kernel"] * (x @ mlp["up"]["kernel"])) @ mlp["down"]["kernel"]
 
 
-def _head(x: jax.Array, head: jax.Array) -> jax.Array:
-  logits = jnp.einsum("td,dv->tv", x, head, preferred_element_type=jnp.float32)
-  return jnp.max(logits, axis=-1, keepdims=True)
+def _best_logit(params: PyTree, x: jax.Array) -> jax.Array:
+  return jnp.max(decoder.logits(params, x), axis=-1, keepdims=True)
 
 
 def _prefill(params: PyTree, x: jax.Array, *, rows: int) -> jax.Array:
   x, _ = jax.lax.scan(lambda x, weights: (_layer(x, weights), None), x, params["layers"])
-  return _head(x[:rows], decoder.unembedding(params))
+  return _best_logit(params, x[:rows])
 
 
 def _decode(params: PyTree, x: jax.Array) -> jax.Array:
-  head = decoder.unembedding(params)
-
   def step(_, x):
     for weights in params["layers"]:
       x = _layer(x, weights)
-    return x * (1.0 / (1.0 + jnp.abs(_head(x, head)))).astype(x.dtype)
+    return x * (1.0 / (1.0 + jnp.abs(_best_logit(params, x)))).astype(x.dtype)
 
   return jax.lax.fori_loop(0, _STEPS, step, x)
 
