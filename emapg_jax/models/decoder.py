@@ -67,6 +67,11 @@ def _rotate(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Ar
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def _flat(x: jax.Array) -> jax.Array:
+  """[B, S, ...] to [B·S, ...]: the gradient of a product of three axes makes XLA's CPU backend transpose copies: an MLP takes twice as long."""
+  return x.reshape(-1, *x.shape[2:])
+
+
 class Attention(nn.Module):
   """Grouped-query attention; returns the output and the layer's keys and values (the updated cache, if there is one).
 
@@ -80,9 +85,10 @@ class Attention(nn.Module):
     config = self.config
 
     def project(name, heads):
-      return nn.DenseGeneral(
+      dense = nn.DenseGeneral(
         (heads, config.head_dim), use_bias=config.qkv_bias, dtype=config.dtype, param_dtype=config.param_dtype, name=name
-      )(x)
+      )
+      return dense(_flat(x)).reshape(*x.shape[:2], heads, config.head_dim)
 
     q = _rotate(project("q", config.num_heads), positions, config)
     k = _rotate(project("k", config.num_kv_heads), positions, config)
@@ -99,9 +105,8 @@ class Attention(nn.Module):
       out = attention(q, jnp.concatenate([prefix_k, k], axis=1), jnp.concatenate([prefix_v, v], axis=1), positions, kv_positions)
     else:
       out = attention(q, k, v)
-    out = nn.DenseGeneral(config.hidden_size, axis=(-2, -1), use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, name="o")(
-      out
-    )
+    dense = nn.DenseGeneral(config.hidden_size, axis=(-2, -1), use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, name="o")
+    out = dense(_flat(out)).reshape(x.shape)
     return out, (k, v)
 
 
@@ -115,8 +120,9 @@ class Mlp(nn.Module):
     def dense(features, name):
       return nn.Dense(features, use_bias=False, dtype=self.config.dtype, param_dtype=self.config.param_dtype, name=name)
 
-    gate = nn.silu(dense(self.config.intermediate_size, "gate")(x))
-    return dense(self.config.hidden_size, "down")(gate * dense(self.config.intermediate_size, "up")(x))
+    flat = _flat(x)
+    gate = nn.silu(dense(self.config.intermediate_size, "gate")(flat))
+    return dense(self.config.hidden_size, "down")(gate * dense(self.config.intermediate_size, "up")(flat)).reshape(x.shape)
 
 
 def _norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm:

@@ -10,6 +10,7 @@ from emapg_jax.models import decoder
 from emapg_jax.rollout import batching
 from emapg_jax.score_step import before_responses, score_step
 from emapg_jax.step_config import StepConfig
+from emapg_jax.token_stats import token_stats
 from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import Hyper, RolloutBatch
 from experiments.bench import models
@@ -28,20 +29,26 @@ def _batch(rows: int, settings: Settings, vocab: int) -> RolloutBatch:
   return batching.assemble(prompts, prompt_length, responses, length, sampling_logp, rng.normal(size=rows), np.ones(rows, bool))
 
 
-def _step_config(rows: int, settings: Settings, vocab: int) -> StepConfig:
+def _step_config(rows: int, settings: Settings, model: decoder.DecoderConfig) -> StepConfig:
   micro_batch = settings.micro_batch or rows
   if rows % micro_batch:
     raise ValueError(f"--micro_batch={micro_batch} does not divide the {rows} sequences of train_step: use a divisor, or 0 for all.")
-  if settings.topk > vocab:
-    raise ValueError(f"--topk={settings.topk} exceeds the vocabulary of {vocab}.")
-  return StepConfig(micro_batch=micro_batch, mini_batches=1, kl=ESTIMATORS["topk_reverse"], topk=settings.topk, epochs=1)
+  if settings.topk > model.vocab_size:
+    raise ValueError(f"--topk={settings.topk} exceeds the vocabulary of {model.vocab_size}.")
+  return StepConfig(
+    micro_batch=micro_batch,
+    mini_batches=1,
+    kl=ESTIMATORS["topk_reverse"],
+    topk=settings.topk,
+    stats=functools.partial(token_stats, tied=model.tied),
+  )
 
 
 def bench_train_step(settings: Settings, machine: Machine) -> tuple[list[Row], list[Ratio]]:
   """Rows: the anchor's pass, the update, and both; ratios: the bounds and the share reached."""
   rows, length = settings.batch or 8, settings.prompt + settings.new_tokens
   config = models.decoder_config(settings, length)
-  step_config = _step_config(rows, settings, config.vocab_size)
+  step_config = _step_config(rows, settings, config)
   optimizer = optim.make_optimizer(1e-6)
 
   def model(params, frozen, batch):
