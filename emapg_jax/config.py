@@ -47,7 +47,7 @@ class RunConfig:
   top_p: float = _field(1.0, "Sample from the smallest set of ids with this mass; below 1 only with truncated_sampling.")
   top_k: int = _field(0, "Sample from this many most likely ids; 0: from all. Above 0 only with truncated_sampling.")
   truncated_sampling: bool = _field(False, "Allow top_p and top_k in training, though ratios and KL assume that every id can be drawn.")
-  stop_strings: tuple[str, ...] = _field((), "Texts that end a response; they stay in it.")
+  stop_strings: tuple[str, ...] = _field((), "Texts that end a response and stay in it; with commas between; \\n is a line break.")
   rollout_slots: int = _field(0, "Sequences decoded at a time, refilled as they end; 0: all of an RL step.")
   decode_block: int = _field(32, "Tokens decoded between looks at ended sequences and stop strings.")
   prefill_chunk: int = _field(512, "Prompt tokens of a sequence prefilled at a time.")
@@ -140,7 +140,7 @@ class RunConfig:
 
   eval_every: int = _field(20, "RL steps between evaluations; 0: never.")
   eval_problems: int = _field(2048, "Problems per evaluation, at most.")
-  eval_temperature: float = _field(0.0, "Of sampled evaluation; 0: as in training. (Greedy evaluation comes beside it.)")
+  eval_temperature: float | None = _field(None, "Of sampled evaluation, above 0 (greedy evaluation comes beside it). Default: temperature.")
   eval_top_p: float = _field(1.0, "top_p of sampled evaluation.")
   eval_top_k: int = _field(0, "top_k of sampled evaluation; 0: all ids.")
   save_every: int = _field(20, "RL steps between checkpoints; 0: never.")
@@ -220,6 +220,11 @@ class RunConfig:
       )
 
   def _check_sampling(self) -> None:
+    for text in self.stop_strings:
+      if "\n" in text or text != text.strip():
+        raise ValueError(
+          f"--stop_strings={text!r} holds a line break, or a space at an end, which no flagfile can: write \\n, or leave it out."
+        )
     if self.truncated_sampling != (self.top_k > 0 or self.top_p < 1):
       raise ValueError(
         f"--top_p={self.top_p} and --top_k={self.top_k} with --truncated_sampling={self.truncated_sampling}: ratios, the KL and its tail "
@@ -327,7 +332,7 @@ class RunConfig:
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _POSITIVE = (
   *("group_size", "epochs", "kl_gain", "critic_clip_norm", "max_refills", "steps", "prompts_per_step", "max_prompt_tokens"),
-  *("max_new_tokens", "temperature", "grading_seconds", "ema_period", "clip_norm", "decode_block", "prefill_chunk"),
+  *("max_new_tokens", "temperature", "grading_seconds", "ema_period", "clip_norm", "decode_block", "prefill_chunk", "eval_temperature"),
   *("mini_batches", "max_bad_steps", "warmup_learning_rate", "warmup_batch", "digits", "hidden_size", "num_layers", "num_heads"),
   *("eval_problems", "keep_last", "top_p", "eval_top_p"),
 )
@@ -335,7 +340,7 @@ _NOT_NEGATIVE = (
   *("dual_clip", "tis_cap", "tis_sequence_bound", "kl_target", "decay_steps", "critic_learning_rate", "critic_weight_decay", "value_clip"),
   *("seed", "grading_workers", "clip_high", "kl_topk", "kl_coef", "kl_iw_low", "kl_iw_high", "learning_rate", "lr_warmup_steps"),
   *("weight_decay", "micro_batch", "warmup_steps", "eval_every", "save_every", "samples_logged"),
-  *("top_k", "eval_top_k", "rollout_slots", "micro_tokens", "eval_temperature"),
+  *("top_k", "eval_top_k", "rollout_slots", "micro_tokens"),
 )
 _FRACTIONS = (
   *("overlong_share", "discount", "gae_lambda", "baseline_decay"),

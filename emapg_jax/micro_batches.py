@@ -42,13 +42,18 @@ def put(out: jax.Array, found: jax.Array, part: MicroBatches, index: jax.Array) 
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def mini_batches(step: jax.Array, units: int, config: StepConfig) -> jax.Array:
-  """The units of each update of RL step `step` (steps completed), int32 [U, units / mini_batches]."""
+def mini_batches(step: jax.Array, rows: int, config: StepConfig) -> jax.Array:
+  """The units of each update of RL step `step` (steps completed), int32 [U, units / mini_batches].
+
+  Drawn in blocks of `config.together` rows: which rows meet in an update is no matter of how many are read at a time.
+  """
+  together = max(config.together, config.prompt_rows)
 
   def order(epoch):
-    return jax.random.permutation(streams.stream_key(config.seed, streams.MINI_BATCH, step, epoch), units)
+    return jax.random.permutation(streams.stream_key(config.seed, streams.MINI_BATCH, step, epoch), rows // together)
 
-  return jnp.concatenate([order(epoch) for epoch in range(config.epochs)]).reshape(config.updates, -1)
+  blocks = jnp.concatenate([order(epoch) for epoch in range(config.epochs)]).reshape(config.updates, -1)
+  return _rows(blocks, together // config.prompt_rows)
 
 
 def _rows(units: np.ndarray | jax.Array, prompt_rows: int) -> np.ndarray | jax.Array:
@@ -66,7 +71,7 @@ def in_order(batch: RolloutBatch, step: jax.Array, config: StepConfig) -> Plan:
   """The plan of a training step that was given none: each mini-batch in the order drawn, every row read to the end."""
   rows = batch.tokens.shape[0]
   check_divides(rows, config)
-  return _all_read(mini_batches(step, rows // config.prompt_rows, config), batch, config)
+  return _all_read(mini_batches(step, rows, config), batch, config)
 
 
 def one_pass(batch: RolloutBatch, config: StepConfig) -> Plan:
@@ -129,7 +134,7 @@ def by_length(
   parts = 1 if step is None else config.mini_batches
   check_divides(rows, dataclasses.replace(config, mini_batches=parts, micro_batch=group))
   units = rows // group
-  updates = np.arange(units, dtype=np.int32)[None] if step is None else np.asarray(mini_batches(np.int32(step), units, config))
+  updates = np.arange(units, dtype=np.int32)[None] if step is None else np.asarray(mini_batches(np.int32(step), rows, config))
   width = batch.tokens.shape[1] - longest
   whole = -(-units // (parts * devices)) * devices  # a mini-batch, filled up so that each device has as many
   sizes = {length: min(rows_that_fit(width, length, micro_tokens, config, devices) // group, whole) for length in lengths}

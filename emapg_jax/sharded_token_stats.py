@@ -24,13 +24,14 @@ def sharded_token_stats(mesh: Mesh) -> Callable[..., TokenStats]:
   many as keep their logits for that device's share of the vocabulary at LOGITS_PER_CHUNK.
 
   Args:
-    mesh: with the axes of `sharding.AXES`. Where `tensor` is 1 the result is `token_stats` itself.
+    mesh: with the axes of `sharding.AXES`. For one device the result is `token_stats` itself. Where `tensor` is 1, each device finds the
+      top k of its own rows, for which XLA would gather the logits of all.
 
   Returns:
     A function, always the same one for the same mesh. It raises ValueError as `token_stats` does, and where the vocabulary is not a
     multiple of `tensor`, the rows one of data · fsdp, or the width one of fsdp.
   """
-  return token_stats if mesh.shape[_AXIS] == 1 else functools.partial(_token_stats, mesh)
+  return token_stats if mesh.size == 1 else functools.partial(_token_stats, mesh)
 
 
 def _token_stats(
@@ -63,7 +64,7 @@ def _token_stats(
       f"The unembedding of shape {unembedding.shape} can't be laid out with its {hidden.shape[-1]} rows over the {mesh.shape['fsdp']} "
       "devices of the mesh axis fsdp: choose a size of that axis that divides them."
     )
-  head = Head(topk, approximate, temperature, chunk, tied, Vocabulary(_AXIS))
+  head = Head(topk, approximate, temperature, chunk, tied, Vocabulary(_AXIS if shares > 1 else None))
   rows, share, shared_gradient = sharding.BATCH, P(None, _AXIS), P("fsdp", _AXIS)
   if tied:
     unembedding, share, shared_gradient = unembedding.T, P(_AXIS, None), P(_AXIS, "fsdp")
@@ -80,5 +81,6 @@ def _token_stats(
   mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
   return with_gradient(
     mapped(head.forward, in_specs=(rows, share, rows, rows), out_specs=rows),
-    mapped(backward, in_specs=(rows, share, rows, rows, rows), out_specs=(rows, shared_gradient)),
+    # One device's vocabulary is all of it: then XLA needs no telling, and no copy of the unembedding.
+    mapped(backward, in_specs=(rows, share, rows, rows, rows), out_specs=(rows, shared_gradient)) if shares > 1 else head.backward,
   )(hidden, unembedding, targets, topk_ids)

@@ -29,6 +29,7 @@ class StepConfig:
   mini_batches: int  # optimizer updates per epoch
   epochs: int = 1
   prompt_rows: int = 1  # so many consecutive rows have one prompt and stay together, for a model that reads it once for all of them
+  together: int = 1  # so many consecutive rows, or prompt_rows, enter a mini-batch as one, however many are read at a time
   temperature: float = 1.0
   policy_loss: losses.PolicyLoss = PPO_CLIP
   credit: Credit | None = None  # None: `batch.advantages` are used as they are

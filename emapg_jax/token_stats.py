@@ -130,6 +130,7 @@ def _stats(
   tail_lse = highest + _log(vocabulary.sum(weights))
   lse = jnp.logaddexp(tail_lse, jax.nn.logsumexp(head, axis=-1, keepdims=True)) if topk_ids.shape[-1] else tail_lse
   log_tail, logp_topk = _minus(tail_lse, lse), _minus(head, lse)
+  highest = jnp.where(tail_lse == -jnp.inf, jax.lax.stop_gradient(lse), highest)  # exp(0 − lse) overflows where all logits are low
   # Σ p·log p of the tail, with log p = shifted + (highest − lse).
   spread = vocabulary.sum(weights * _finite(shifted)) * jnp.exp(highest - lse)
   entropy = -spread - jnp.exp(log_tail) * (highest - lse) - jnp.sum(jnp.exp(logp_topk) * _finite(logp_topk), axis=-1, keepdims=True)

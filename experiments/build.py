@@ -35,7 +35,7 @@ from experiments.compiled_once import CompiledOnce
 from experiments.estimators import ESTIMATORS
 
 LARGEST_EXACT = 8192
-SHARING_PAYS = 256  # tokens of the longest prompt
+SHARING_PAYS = 256  # tokens of the longest prompt there is
 TASKS = ("add", "between", "arithmetic", "math")
 
 
@@ -174,18 +174,25 @@ def _topk(config: RunConfig, vocab_size: int) -> int:
   return config.kl_topk
 
 
-def _prompt_rows(config: RunConfig, micro_batch: int, shards: int) -> int:
-  """How many responses to a prompt are read together with it: as many of a group as a mini-batch and a device's forward hold."""
-  if config.shared_prefix == "off" or (config.shared_prefix == "auto" and config.max_prompt_tokens < SHARING_PAYS):
-    return 1
-  if not config.micro_tokens:
-    return math.gcd(config.group_size, micro_batch // shards)
-  most = math.gcd(config.group_size, config.rows // config.mini_batches)
-  fitting = (config.micro_tokens - config.max_prompt_tokens) // config.max_new_tokens
-  return max((rows for rows in range(1, most + 1) if most % rows == 0 and rows <= fitting), default=1)
+def _sharing(config: RunConfig, longest_prompt: int, micro_batch: int, shards: int) -> dict[str, int]:
+  """`prompt_rows` and `together`: how many responses to a prompt are read with it, and how many stay in one mini-batch for that."""
+  if config.shared_prefix == "off" or (config.shared_prefix == "auto" and longest_prompt < SHARING_PAYS):
+    return {}
+  together = math.gcd(config.group_size, config.rows // config.mini_batches)
+  fitting = math.gcd(together, micro_batch // shards)
+  if config.micro_tokens:  # which a critic reads without sharing
+    most = 1 if config.uses_critic else (config.micro_tokens - config.max_prompt_tokens) // config.max_new_tokens
+    fitting = max((rows for rows in range(1, together + 1) if together % rows == 0 and rows <= most), default=1)
+  if config.shared_prefix == "on" and fitting == 1:
+    raise ValueError(
+      f"--shared_prefix=on has no effect: with --group_size={config.group_size}, --mini_batches={config.mini_batches}, "
+      f"--micro_batch={config.micro_batch}, --micro_tokens={config.micro_tokens} and --advantage={config.advantage} no two responses of a "
+      "group can be read with one prompt. Change these, or leave it out."
+    )
+  return {"prompt_rows": fitting, "together": together}
 
 
-def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, model: decoder.DecoderConfig) -> StepConfig:
+def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, model: decoder.DecoderConfig, longest_prompt: int) -> StepConfig:
   shards = sharding.batch_devices(mesh)
   if config.rows % shards:
     raise ValueError(
@@ -193,7 +200,7 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, model: decoder.Deco
       f"{shards} devices (--mesh={config.mesh}): make them a multiple of {shards}."
     )
   micro_batch = config.micro_batch * shards or config.rows // config.mini_batches
-  if micro_batch % shards:
+  if micro_batch % shards and not config.micro_tokens:
     raise ValueError(
       f"A mini-batch of {micro_batch} sequences can't be spread over {shards} devices (--mesh={config.mesh}): change --mini_batches, "
       "--prompts_per_step or --group_size, so that each device gets the same number."
@@ -202,7 +209,7 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, model: decoder.Deco
     raise ValueError(f"--warmup_batch={config.warmup_batch} can't be spread over {shards} devices: make it a multiple of {shards}.")
   step_config = StepConfig(
     micro_batch=micro_batch,
-    prompt_rows=_prompt_rows(config, micro_batch, shards),
+    **_sharing(config, longest_prompt, micro_batch, shards),
     mini_batches=config.mini_batches,
     epochs=config.epochs,
     temperature=config.temperature,
@@ -225,7 +232,9 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, model: decoder.Deco
     max_new_tokens=config.max_new_tokens,
     seed=config.seed,
   )
-  check_divides(config.rows, step_config)
+  check_divides(
+    config.rows, step_config if not config.micro_tokens else dataclasses.replace(step_config, micro_batch=step_config.prompt_rows)
+  )
   if config.micro_tokens:
     micro_batches.rows_that_fit(config.max_prompt_tokens, config.max_new_tokens, config.micro_tokens, step_config, shards)
   return step_config
@@ -283,7 +292,7 @@ def _sampler(config: RunConfig, model_config: decoder.DecoderConfig, tokenizer: 
     shards=shards,
     block=config.decode_block,
     chunk=config.prefill_chunk,
-    stop=StopStrings(tokenizer.decode, config.stop_strings) if config.stop_strings else None,
+    stop=StopStrings(tokenizer.decode, [text.replace("\\n", "\n") for text in config.stop_strings]) if config.stop_strings else None,
     constrain=functools.partial(sharding.constrain_slots, mesh),
     jit=CompiledOnce,
   )
@@ -292,7 +301,9 @@ def _sampler(config: RunConfig, model_config: decoder.DecoderConfig, tokenizer: 
 def _samplings(config: RunConfig, step_config: StepConfig, keep_initial: bool) -> dict[str, Any]:
   """`sampling` and `eval_sampling` of a run."""
   own_ids = config.kl in KL_TOPK and config.topk_owner == "policy" and not _scores_policy(step_config, keep_initial)
-  evaluated = Sampling(config.eval_temperature or config.temperature, config.eval_top_k, config.eval_top_p)
+  evaluated = Sampling(
+    config.temperature if config.eval_temperature is None else config.eval_temperature, config.eval_top_k, config.eval_top_p
+  )
   return {
     "sampling": Sampling(
       config.temperature, config.top_k, config.top_p, step_config.topk if own_ids else 0, own_ids and config.kl_topk_approximate
@@ -306,16 +317,19 @@ def build(config: RunConfig) -> Run:
   mesh = sharding.make_mesh(config.mesh)
   task = build_task(config)
   tokenizer, model_config = _tokenizer_and_model(config, task)
-  step_config = _step_config(config, mesh, model_config)
   if config.warmup_steps and not (hasattr(task, "demonstration") and hasattr(task, "tokenizer")):
     raise ValueError(
       f"--warmup_steps={config.warmup_steps} needs a task with demonstrations and a tokenizer of its own, which {config.task} is not: "
       "set it to 0."
     )
   train = _prompts(config, task, tokenizer, list(ask(task, "prompts")))
+  step_config = _step_config(config, mesh, model_config, max(map(len, train.tokens)))
   if hasattr(task, "prompt_opens_think"):
     task.prompt_opens_think = tokenizer.opens_think(train.problems[0].prompt, getattr(task, "chat", True))
   eval_problems = _eval_problems(config, task)
+  for name in () if eval_problems else ("eval_temperature", "eval_top_p", "eval_top_k"):
+    if getattr(config, name) != getattr(RunConfig(), name):
+      raise ValueError(f"--{name}={getattr(config, name)} has no effect: there are no problems to evaluate on. Leave it out.")
   optimizer = algorithms.optimizer(config)
   models = _models(config, model_config, step_config.prompt_rows)
 

@@ -57,8 +57,10 @@ def header(run: Run, workdir: pathlib.Path) -> None:
 def _rollouts(run: Run) -> None:
   config, made = run.config, run.sampler
   cut = f" · top_p {config.top_p:g}, top_k {config.top_k}: ratios and KL assume full support" if config.truncated_sampling else ""
-  say(f"rollouts: {made.slots} slots, {made.prompts} prompts prefilled at a time, blocks of {config.decode_block} tokens{cut}")
-  for text in config.stop_strings:
+  rows = run.step_config.prompt_rows
+  shared = f" · training reads a prompt once for {rows} responses" if rows > 1 else ""
+  say(f"rollouts: {made.slots} slots, {made.prompts} prompts prefilled at a time, blocks of {config.decode_block} tokens{cut}{shared}")
+  for text in run.sampler.stop.strings if run.sampler.stop else ():
     try:
       spelled = text in run.tokenizer.decode(run.tokenizer.encode_prompt(text, False))
     except ValueError:

@@ -25,6 +25,9 @@ from experiments.estimators import ESTIMATORS
     ({"top_p": 0.0, "truncated_sampling": True}, r"--top_p=0.0 must be above 0"),
     ({"eval_top_p": 1.5}, r"--eval_top_p=1.5 must lie in \[0, 1\]"),
     ({"eval_top_k": 5, "eval_every": 0}, r"--eval_top_k=5 has no effect with --eval_every=0"),
+    ({"stop_strings": ("a\nb",)}, r"--stop_strings='a\\nb' holds a line break"),
+    ({"stop_strings": (" b",)}, r"--stop_strings=' b' holds a line break, or a space"),
+    ({"eval_temperature": 0.0}, r"--eval_temperature=0.0 must be above 0"),
     ({"rollout_slots": -1}, r"--rollout_slots=-1 must be at least 0"),
     ({"decode_block": 0}, r"--decode_block=0 must be above 0"),
     ({"micro_batch": 2, "micro_tokens": 100}, r"--micro_batch=2 and --micro_tokens=100 both say"),
@@ -152,7 +155,7 @@ def test_presets(algorithm):
   assert choices(config) == PRESETS[algorithm]
   # No preset touches anything else: neither anchor nor KL.
   named = {field.name for field in dataclasses.fields(RunConfig) if field.default is None}
-  assert named == set(CHOICES)
+  assert named == {*CHOICES, "eval_temperature"}
   rest = {name for name in vars(config) if name not in (*CHOICES, "algorithm")}
   assert all(getattr(config, name) == getattr(RunConfig(), name) for name in rest)
   assert dataclasses.replace(config) == config

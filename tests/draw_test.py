@@ -161,13 +161,15 @@ def test_a_nucleus_wider_than_the_candidates(spread, wide):
 
 
 def test_one_wide_row_does_not_change_the_others():
-  rows = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1000)) * np.array([[8.0], [0.1]]), jnp.float32)
-  keys = jax.random.split(jax.random.key(0), 2)
+  spread = np.append(np.full(40, 2.5), 0.1)
+  rows = jnp.asarray(np.random.default_rng(0).normal(size=(41, 1000)) * spread[:, None], jnp.float32)
+  keys = jax.random.split(jax.random.key(0), 41)
   sampling = Sampling(top_p=0.9)
   both = next_tokens(sampling)(rows, keys)
-  alone = next_tokens(sampling)(rows[:1], keys[:1])
-  assert int(both.ids[0]) == int(alone.ids[0])
-  np.testing.assert_allclose(both.sampling_logp[0], alone.sampling_logp[0], atol=1e-6)
+  alone = next_tokens(sampling)(rows[:40], keys[:40])
+  np.testing.assert_array_equal(both.ids[:40], alone.ids)
+  np.testing.assert_allclose(both.sampling_logp[:40], alone.sampling_logp, atol=1e-6)
+  assert len(np.unique(alone.ids)) > 20
 
 
 def test_greedy_takes_the_lowest_of_the_largest():
@@ -200,3 +202,8 @@ def test_the_reported_ids_are_of_the_whole_distribution(temperature):
 def test_refused(changes, text):
   with pytest.raises(ValueError, match=text):
     Sampling(**changes)
+
+
+def test_no_more_ids_than_there_are_can_be_reported():
+  with pytest.raises(ValueError, match=r"report_topk=9 exceeds the vocabulary of 8"):
+    drawn(TIES, 1, Sampling(report_topk=9))

@@ -117,6 +117,25 @@ def test_every_row_once_per_epoch_in_its_mini_batch_and_far_enough(prompt_rows, 
       assert sorted(np.asarray(plain.rows[epoch : epoch + 2]).ravel().tolist()) == list(range(16))
 
 
+def test_which_rows_meet_in_an_update_is_no_matter_of_how_many_are_read_at_a_time():
+  data = tiny.toy_batch(16)
+
+  def updates(plan):
+    real = [[part.rows[u][np.asarray(part.real[u])].ravel() for part in plan] for u in range(2)]
+    return [sorted(np.concatenate([np.ravel(rows) for rows in parts]).tolist()) for parts in real]
+
+  expected = None
+  for prompt_rows, micro_batch in ((1, 1), (1, 2), (2, 4), (4, 8)):
+    config = tiny.config(micro_batch=micro_batch, mini_batches=2, prompt_rows=prompt_rows, together=4, seed=3)
+    for plan in (micro_batches.in_order(data, jnp.int32(2), config), plan_of(data, config, micro_tokens=40, step=2)):
+      found = updates(jax.tree.map(np.asarray, plan))
+      expected = expected or found
+      assert found == expected
+  # Whole blocks of 4 rows, and not always the first two.
+  assert all(row // 4 * 4 in found for found in expected for row in found)
+  assert expected[0] != list(range(8))
+
+
 def test_lengths_that_are_read():
   assert micro_batches.read_lengths(1024) == (256, 512, 1024)
   assert micro_batches.read_lengths(100) == (25, 50, 100)

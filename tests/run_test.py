@@ -253,7 +253,8 @@ def test_workdir_that_can_not_be_written_to(tmp_path):
 
 def tiny_flags(workdir, **changes):
   config = dataclasses.replace(TINY, workdir=str(workdir), **changes)
-  return [f"--{f.name}={','.join(v) if isinstance(v := getattr(config, f.name), tuple) else v}" for f in dataclasses.fields(config)]
+  given = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+  return [f"--{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in given.items()]
 
 
 def start_and_wait_for_step(args, workdir, step):

@@ -199,3 +199,17 @@ def test_the_gradient_of_the_unembedding_is_held_once(tied):
   chunk, whole = 4 * 8 * vocab, 4 * length * vocab
   assert memory.output_size_in_bytes >= 4 * width * vocab
   assert memory.temp_size_in_bytes < 8 * chunk + 4 * width * vocab / 2 < whole / 4
+
+
+def test_low_logits_without_a_tail():
+  """exp(100) is no float32: where the tail is empty, nothing may be measured from 0."""
+  logits, target = jnp.asarray([[[-100.0, -101.0, -102.0]]]), jnp.zeros((1, 1), jnp.int32)
+  p = np.exp([0.0, -1.0, -2.0]) / np.sum(np.exp([0.0, -1.0, -2.0]))
+  for field, value, gradient in (
+    ("logp", np.log(p[0]), np.eye(3)[0] - p),
+    ("entropy", -np.sum(p * np.log(p)), -p * (np.log(p) - np.sum(p * np.log(p)))),
+  ):
+    for stats in (lambda x: token_stats(x, jnp.eye(3), target, topk=3), lambda x: stats_from_logits(x, target, topk=3)):
+      found = jax.value_and_grad(lambda x: vars(stats(x))[field].sum())(logits)  # noqa: B023
+      np.testing.assert_allclose(found[0], value, rtol=1e-5)
+      np.testing.assert_allclose(found[1][0, 0], gradient, atol=1e-5)

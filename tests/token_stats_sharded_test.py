@@ -182,10 +182,20 @@ def test_within_a_scan_over_micro_batches(tied):
 
 
 def test_without_a_split_it_is_the_head_itself():
-  mesh = sharding.make_mesh("data:4,fsdp:2")
+  mesh = sharding.make_mesh("data:1", jax.devices()[:1])
   assert sharded_token_stats(mesh) is token_stats
   split = sharding.make_mesh("tensor:8")
   assert sharded_token_stats(split) is sharded_token_stats(sharding.make_mesh("tensor:8")), "a static argument that is equal to itself"
+
+
+@pytest.mark.parametrize("spec", ["data:8", "data:2,fsdp:4"])
+def test_rows_on_many_devices_find_their_own_ids(spec):
+  """Left to itself, XLA gathers the logits of all rows for the search."""
+  compare(spec, (*inputs()[:3], None))
+  mesh = sharding.make_mesh(spec)
+  args = weights(), *place(mesh, *inputs()[:3], None)
+  gathered = [shape for kind, shape in shapes_on_the_wires(gradient(spec).lower(*args).compile().as_text()) if kind == "all-gather"]
+  assert all(len(shape) < 3 for shape in gathered), gathered
 
 
 def test_rows_on_many_devices_stay_apart_in_the_head_itself():

@@ -68,7 +68,7 @@ def _rotate(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Ar
 
 
 def _flat(x: jax.Array) -> jax.Array:
-  """[B, S, ...] to [B·S, ...]: the gradient of a product of three axes makes XLA's CPU backend transpose copies: an MLP takes twice as long."""
+  """[B, S, ...] to [B·S, ...]: for the gradient of a product of three axes XLA's CPU backend transposes copies, twice an MLP's time."""
   return x.reshape(-1, *x.shape[2:])
 
 

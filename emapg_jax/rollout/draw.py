@@ -115,11 +115,17 @@ def _draw_truncated(logits: jax.Array, keys: jax.Array, lse: jax.Array, sampling
     return among(min(sampling.top_k or vocab, vocab))
   # Sorting the vocabulary costs more than the model: only where some row's nucleus is wider than the candidates.
   mass = jnp.exp(jax.nn.logsumexp(jax.lax.top_k(logits, _CANDIDATES)[0], axis=-1) - lse)
-  return jax.lax.cond(jnp.all(mass >= sampling.top_p), lambda: among(_CANDIDATES), lambda: among(vocab))
+  fits, narrow = mass >= sampling.top_p, among(_CANDIDATES)
+  # Rows that fit keep their draw: which id a key gives depends on how many ids are drawn from.
+  return jax.lax.cond(
+    jnp.all(fits), lambda: narrow, lambda: jax.tree.map(lambda few, all_: jnp.where(fits, few, all_), narrow, among(vocab))
+  )
 
 
 def next_token(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> Drawn:
   """Draws a token for each row of float32 logits [S, V] with keys [S]; the lowest of the most likely ids when greedy."""
+  if sampling.report_topk > logits.shape[1]:
+    raise ValueError(f"Sampling.report_topk={sampling.report_topk} exceeds the vocabulary of {logits.shape[1]} ids: use at most that many.")
   if sampling.temperature:
     logits = logits / sampling.temperature
   lse = jax.nn.logsumexp(logits, axis=-1)

@@ -28,17 +28,12 @@ class Rollout:
   """N responses on the host; beyond a row's length, ids are `pad_id` and log-probabilities 0. T: the largest limit there can be."""
 
   tokens: np.ndarray  # int32 [N, T], as sampled, the end token included
-  length: np.ndarray  # int32 [N]; 0 only where the context was full
+  length: np.ndarray  # int32 [N]; 0 only where the context was full, or the limit 0
   logp: np.ndarray  # float32 [N, T], at the sampling temperature, before truncation; of the raw logits when greedy
   sampling_logp: np.ndarray  # float32 [N, T], of the distribution the token was drawn from
   reason: np.ndarray  # str [N]: eos, stop or length
   topk_ids: np.ndarray  # int32 [N, T, K], of the sampling policy; K is Sampling.report_topk
   topk_logp: np.ndarray  # float32 [N, T, K]
-
-  @property
-  def ended(self) -> np.ndarray:
-    """bool [N]: by an end id or a stop string, and not at the limit."""
-    return self.reason != LENGTH
 
 
 class Sampler:
@@ -76,7 +71,7 @@ class Sampler:
     """
     for name, value in {"slots": slots, "max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}.items():
       _check_positive(name, value)
-    for name, value in {"group": group, "block": block, "chunk": chunk}.items():
+    for name, value in {"group": group, "shards": shards, "block": block, "chunk": chunk}.items():
       _check_positive(name, value)
     if slots % shards:
       raise ValueError(f"{slots} slots can't be laid out over {shards} devices: make them a multiple of {shards}.")
@@ -113,7 +108,7 @@ class Sampler:
       prompts: ids of each prompt, 1 to `max_prompt_tokens`.
       owner: int [N], the prompt of each sequence; samples of a prompt next to each other are cheapest.
       keys: typed PRNG keys [N]; token t of sequence i is drawn with fold_in(keys[i], t).
-      limits: int [N], response tokens at most; `max_new_tokens` for all when None.
+      limits: int [N], response tokens at most, 0 for an empty response; `max_new_tokens` for all when None.
 
     Raises:
       ValueError: for prompts, owners or limits out of bounds.
@@ -127,10 +122,15 @@ class Sampler:
     return work.out
 
   def _limits(self, lengths: np.ndarray, owner: np.ndarray, keys: jax.Array, limits: Any) -> np.ndarray:
-    if owner.ndim != 1 or owner.shape != keys.shape or (owner.size and not 0 <= owner.min() <= owner.max() < len(lengths)):
+    if (
+      owner.dtype.kind not in "iu"
+      or owner.ndim != 1
+      or owner.shape != keys.shape
+      or (owner.size and not 0 <= owner.min() <= owner.max() < len(lengths))
+    ):
       raise ValueError(
-        f"generate got owners of shape {owner.shape} and keys of shape {keys.shape}: one prompt index from 0 to {len(lengths) - 1} and one "
-        "key per sequence are needed."
+        f"generate got owners {owner.dtype} of shape {owner.shape} and keys of shape {keys.shape}: one prompt index from 0 to "
+        f"{len(lengths) - 1} and one key per sequence are needed."
       )
     if owner.size and not 1 <= lengths.min() <= lengths.max() <= self.max_prompt_tokens:
       raise ValueError(

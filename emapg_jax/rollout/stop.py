@@ -54,9 +54,9 @@ class StopStrings:
       ValueError: if a text is empty, not Unicode, contains U+FFFD, or can never be the first: a duplicate, or one around another.
     """
     self._decode = decode
-    self._strings = _checked(strings)
-    self._squeezed = tuple(string.replace(" ", "") for string in self._strings)
-    self._reach = max(map(len, self._strings), default=0) + _SLACK
+    self.strings = _checked(strings)
+    self._squeezed = tuple(string.replace(" ", "") for string in self.strings)
+    self._reach = max(map(len, self.strings), default=0) + _SLACK
 
   def find(self, ids: Sequence[int], searched: int = 0) -> int | None:
     """How many tokens to keep, the last of them the one that completes a stop string; None if there is no stop string yet.
@@ -73,7 +73,7 @@ class StopStrings:
     """
     if not 0 <= searched <= len(ids):
       raise ValueError(f"searched must be between 0 and the {len(ids)} tokens of the response, got {searched}.")
-    if not self._strings or searched == len(ids):
+    if not self.strings or searched == len(ids):
       return None
     start, before = self._window(ids, searched)
     window = [int(i) for i in ids[start:]]
@@ -90,7 +90,7 @@ class StopStrings:
 
   def _holds(self, ids: Sequence[int]) -> bool:
     text = self._text(ids)
-    return any(string in text for string in self._strings)
+    return any(string in text for string in self.strings)
 
   def _window(self, ids: Sequence[int], searched: int) -> tuple[int, str]:
     """(start, text of ids[start:searched]): far enough back for the longest string to begin there and be shown as in the whole."""
