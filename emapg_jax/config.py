@@ -225,9 +225,16 @@ class RunConfig:
         raise ValueError(
           f"--stop_strings={text!r} holds a line break, or a space at an end, which no flagfile can: write \\n, or leave it out."
         )
-    if self.truncated_sampling != (self.top_k > 0 or self.top_p < 1):
+    self._require(
+      "rollout_slots", self.rollout_slots <= self.rows, f"exceeds the {self.rows} sequences of an RL step: use at most that many"
+    )
+    if self.truncated_sampling and not (self.top_k > 0 or self.top_p < 1):
       raise ValueError(
-        f"--top_p={self.top_p} and --top_k={self.top_k} with --truncated_sampling={self.truncated_sampling}: ratios, the KL and its tail "
+        "--truncated_sampling has no effect with --top_p=1 and --top_k=0, which keep every id: leave it out, or set one of them."
+      )
+    if not self.truncated_sampling and (self.top_k > 0 or self.top_p < 1):
+      raise ValueError(
+        f"--top_p={self.top_p} and --top_k={self.top_k} cut what training samples are drawn from, but ratios, the KL and its tail "
         "assume that every id can be drawn. Leave them at 1 and 0, or set --truncated_sampling to cut training samples all the same."
       )
     if self.micro_tokens and self.micro_batch:

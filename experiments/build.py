@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -292,10 +293,15 @@ def _sampler(config: RunConfig, model_config: decoder.DecoderConfig, tokenizer: 
     shards=shards,
     block=config.decode_block,
     chunk=config.prefill_chunk,
-    stop=StopStrings(tokenizer.decode, [text.replace("\\n", "\n") for text in config.stop_strings]) if config.stop_strings else None,
+    stop=StopStrings(tokenizer.decode, [_unescaped(text) for text in config.stop_strings]) if config.stop_strings else None,
     constrain=functools.partial(sharding.constrain_slots, mesh),
     jit=CompiledOnce,
   )
+
+
+def _unescaped(text: str) -> str:
+  """A stop string as a flag holds it: \\n is a line break, and two backslashes are one."""
+  return re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", text)
 
 
 def _samplings(config: RunConfig, step_config: StepConfig, keep_initial: bool) -> dict[str, Any]:
@@ -327,6 +333,11 @@ def build(config: RunConfig) -> Run:
   if hasattr(task, "prompt_opens_think"):
     task.prompt_opens_think = tokenizer.opens_think(train.problems[0].prompt, getattr(task, "chat", True))
   eval_problems = _eval_problems(config, task)
+  for name in ("top_k", "eval_top_k"):
+    if getattr(config, name) > model_config.vocab_size:
+      raise ValueError(
+        f"--{name}={getattr(config, name)} exceeds the vocabulary of {model_config.vocab_size} tokens: use at most that, or 0."
+      )
   for name in () if eval_problems else ("eval_temperature", "eval_top_p", "eval_top_k"):
     if getattr(config, name) != getattr(RunConfig(), name):
       raise ValueError(f"--{name}={getattr(config, name)} has no effect: there are no problems to evaluate on. Leave it out.")

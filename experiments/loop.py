@@ -14,7 +14,7 @@ import numpy as np
 
 from emapg_jax import anchor, data, metrics, micro_batches
 from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
-from emapg_jax.config import RUNTIME_FLAGS
+from emapg_jax.config import RUNTIME_FLAGS, RunConfig
 from emapg_jax.envs.task import counters
 from emapg_jax.presets import GROUP_ADVANTAGES
 from emapg_jax.types import Hyper, Plan, PyTree, RolloutBatch, TrainState, Weighted
@@ -215,9 +215,10 @@ def keep_initial(run: Run, state: TrainState, folder: pathlib.Path) -> PyTree:
 class Log:
   """Where the numbers of a step go: the metrics writer, the progress line, and remarks on what looks wrong."""
 
-  def __init__(self, writer: metrics.MetricsWriter, progress: metrics.Progress, by_group: bool):
-    """`by_group`: a group of equal rewards trains nothing, and many of them are worth a remark."""
-    self._writer, self._progress, self._by_group = writer, progress, by_group
+  def __init__(self, writer: metrics.MetricsWriter, progress: metrics.Progress, config: RunConfig):
+    self._writer, self._progress = writer, progress
+    self._by_group = config.advantage in GROUP_ADVANTAGES  # then a group of equal rewards trains nothing
+    self._floor_is_rounding = not config.truncated_sampling
     self._warned: set[str] = set()
     self.last: dict[str, float] = {}
 
@@ -230,7 +231,7 @@ class Log:
     if step:
       names = ("score_mean", "kl", "entropy", "response_length", "eval_greedy", "eval_sampled")
       self._progress.update(step, {name: numbers[name] for name in names if name in numbers})
-    if step == 1 and "sampler_kl" in numbers:
+    if step == 1 and "sampler_kl" in numbers and self._floor_is_rounding:
       report.say(f"noise floor of the KL: {numbers['sampler_kl']:.2g} nats per token (the policy to itself, sampler against trainer)")
     if numbers.get("empty_updates", 0) > 0:
       self._warn(
@@ -245,7 +246,7 @@ class Log:
         f"at step {step} {flat:.0%} of the groups have equal scores and teach nothing. If that stays, the task is too "
         "hard or too easy for this policy: change the data, the group size or the reward.",
       )
-    if step > 1 and 0 < numbers.get("kl", -1.0) < numbers.get("sampler_kl", 0.0):
+    if step > 1 and self._floor_is_rounding and 0 < numbers.get("kl", -1.0) < numbers.get("sampler_kl", 0.0):
       self._warn(
         "noise floor",
         f"at step {step} the KL to the anchor, {numbers['kl']:.2g}, lies below the noise floor of {numbers['sampler_kl']:.2g} (the policy "
@@ -280,7 +281,7 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
     step = began = int(state.step)
     if step >= config.steps:
       report.say(f"the run is complete: checkpoint {step} of --steps={config.steps} is there; raise --steps to go on")
-    log = Log(writer, metrics.Progress(config.steps, initial=step), config.advantage in GROUP_ADVANTAGES)
+    log = Log(writer, metrics.Progress(config.steps, initial=step), config)
     if step == 0:
       found, samples = rollouts.evaluate(run, state.policy, 0) if run.eval else ({}, [])
       report.evaluation(0, found)

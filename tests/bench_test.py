@@ -8,6 +8,7 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments.architectures import ARCHITECTURES
+from experiments.baselines import sizes
 from experiments.bench import __main__ as bench
 from experiments.bench import measure, models, settings, table, token_stats
 from experiments.bench.sampling import Weighed, Work
@@ -107,6 +108,18 @@ def test_a_file_that_cannot_be_written_is_known_before_the_work(monkeypatch):
     bench.run(["prefix"], dataclasses.replace(TINY, json="/no/such/folder/x.json"))
 
 
+def test_results_of_an_earlier_run_outlive_one_that_fails(monkeypatch, tmp_path):
+  path = tmp_path / "results.json"
+  path.write_text("earlier")
+  monkeypatch.setitem(bench.BENCHMARKS, "prefix", lambda settings, machine: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    bench.run(["prefix"], dataclasses.replace(TINY, json=str(path)))
+  assert path.read_text() == "earlier"
+  monkeypatch.setitem(bench.BENCHMARKS, "prefix", lambda settings, machine: ([], []))
+  bench.run(["prefix"], dataclasses.replace(TINY, json=str(path)))
+  assert json.loads(path.read_text())["rows"] == []
+
+
 def test_ratios_of_token_stats_by_hand():
   fields = {"chunked": {"seconds": 3.0, "temporary_bytes": 80}, "whole": {"seconds": 2.0, "temporary_bytes": 1000}}
   ratios = token_stats._ratios("c", *(table.Row("token_stats", "c", variant, "gradient", **field) for variant, field in fields.items()))
@@ -129,6 +142,23 @@ def test_flags():
       read(argument)
   with pytest.raises(ValueError, match="--layers=2 makes a random model smaller"):
     read("--layers=2", "--model_path=x")
+  assert read("--model_path=x").model_path == "x"
+  for arch in ("tiny", "smollm2-135m"):  # the default too, when it is asked for
+    with pytest.raises(ValueError, match=f"--arch={arch} names a random model and can't be used with --model_path=x"):
+      read(f"--arch={arch}", "--model_path=x")
+
+
+def test_comparisons_count_the_tokens_that_are_sampled():
+  parser = sizes.sampling_parser("")
+  for case, batches, lengths in (("distinct", 1, [2] * 6), ("group", 1, [2] * 6), ("spread", 4, [2] * 18 + [8] * 6)):
+    args = parser.parse_args([f"--case={case}", "--batch=6", "--group=3", "--new_tokens=2", "--prompt=1"])
+    made = sizes.prompts(args, lambda count, length: [[i] * length for i in range(count)])
+    assert len(made) == batches and sum(map(len, made)) == len(lengths)
+    assert sizes.steps_and_useful(args) == (max(lengths), sum(lengths))
+  args = parser.parse_args(["--case=group", "--batch=7", "--group=3"])
+  for function in (sizes.steps_and_useful, lambda args: sizes.prompts(args, lambda count, length: [[1]] * count)):
+    with pytest.raises(SystemExit, match=r"--batch=7 to be a multiple of --group=3"):
+      function(args)
 
 
 # N in millions of what the models' cards state: SmolLM2-135M, Llama-3.2-1B 1.24B, Qwen2.5 0.49B, 1.54B, 3.09B, 7.62B.

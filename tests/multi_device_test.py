@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from emapg_jax import losses, micro_batches, optim, sharding, streams
 from emapg_jax.rollout.draw import Sampling
 from emapg_jax.rollout.sampler import Sampler
+from emapg_jax.rollout.stop import StopStrings
 from emapg_jax.score_step import score_step
 from emapg_jax.train_step import init_state, train_step
 from experiments.compiled_once import CompiledOnce
@@ -138,3 +139,59 @@ def test_samples(spec, slots):
   np.testing.assert_array_equal(many.reason, one.reason)
   np.testing.assert_allclose(many.logp, one.logp, atol=1e-5)
   np.testing.assert_allclose(many.topk_logp, one.topk_logp, atol=1e-5)
+
+
+def _letters(ids):
+  return "".join(chr(97 + int(i)) for i in ids)
+
+
+def _watch(made, monkeypatch, mesh, heads):
+  """Counts calls of `_decode`, each with slots, and of `_insert`, each with prompts, laid out by rows and `heads`."""
+  calls = []
+  layout = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), heads))
+
+  def checked(name, function):
+    def call(*args, **named):
+      for cache in (args[0].cache, args[1]) if name == "_insert" else (args[1].cache,):
+        for array in jax.tree.leaves(cache):
+          assert array.sharding.is_equivalent_to(layout, 4), (name, array.sharding)
+      out = function(*args, **named)
+      slots = out if name == "_insert" else out[0]
+      assert all(array.sharding.is_equivalent_to(layout, 4) for array in jax.tree.leaves(slots.cache)), name
+      calls.append(name)
+      return out
+
+    return call
+
+  for name in ("_insert", "_decode"):
+    monkeypatch.setattr(made, name, checked(name, getattr(made, name)))
+  return calls
+
+
+@pytest.mark.parametrize(("spec", "heads"), [("data:2,fsdp:2,tensor:2", "tensor"), ("data:2,tensor:4", None)])
+def test_cut_samples_and_the_layout_of_the_cache(spec, heads, monkeypatch):
+  """Truncated, with stop strings; 2 key/value heads are spread over 2 devices, but can't be over 4."""
+  mesh = sharding.make_mesh(spec)
+  shardings = sharding.tree_shardings(mesh, tiny.params()) if heads else NamedSharding(mesh, PartitionSpec())
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(0, 16, n).tolist() for n in rng.integers(1, tiny.PROMPT + 1, 10)]
+  owner, keys = np.repeat(np.arange(10), 2), streams.row_keys(0, streams.ROLLOUT, 1, np.arange(20), np.zeros(20, int))
+  sizes = {"slots": 8, "group": 2, "block": 3, "max_prompt_tokens": tiny.PROMPT, "max_new_tokens": 6}
+
+  def make(**changes):
+    return Sampler(tiny.CONFIG, **sizes | changes, eos_ids=(3,), pad_id=0, stop=StopStrings(_letters, ("a", "gh")), jit=CompiledOnce)
+
+  def generate(made, params):
+    return made.generate(made.prepare(params), prompts, owner, keys, Sampling(top_p=0.8))
+
+  one = generate(make(), tiny.params())
+  assert set(one.reason) == {"eos", "stop", "length"}
+  assert np.all(one.sampling_logp >= one.logp) and np.any(one.sampling_logp > one.logp + 0.1)
+  spread = make(shards=sharding.batch_devices(mesh), constrain=functools.partial(sharding.constrain_slots, mesh))
+  calls = _watch(spread, monkeypatch, mesh, heads)
+  many = generate(spread, jax.device_put(tiny.params(), shardings))
+  assert calls.count("_decode") > 2 and calls.count("_insert") > 1
+  for name in ("tokens", "length", "reason"):
+    np.testing.assert_array_equal(getattr(many, name), getattr(one, name))
+  for name in ("logp", "sampling_logp"):
+    np.testing.assert_allclose(getattr(many, name), getattr(one, name), atol=1e-5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from emapg_jax import streams
 from emapg_jax.models import decoder
 from emapg_jax.rollout import sampler
+from emapg_jax.rollout import slots as device_slots
 from emapg_jax.rollout.draw import Sampling
 from emapg_jax.rollout.sampler import Sampler
 from emapg_jax.rollout.stop import StopStrings
@@ -32,10 +34,10 @@ def letters(ids):
 
 
 @functools.cache
-def make(slots=24, group=1, block=32, chunk=512, eos=EOS, stop=(), new=NEW, config=CONFIG):
+def make(slots=24, group=1, block=32, chunk=512, eos=EOS, stop=(), new=NEW, config=CONFIG, prompt=PROMPT):
   return Sampler(
     config,
-    **{"slots": slots, "group": group, "block": block, "chunk": chunk, "max_prompt_tokens": PROMPT, "max_new_tokens": new},
+    **{"slots": slots, "group": group, "block": block, "chunk": chunk, "max_prompt_tokens": prompt, "max_new_tokens": new},
     **{"eos_ids": eos, "pad_id": PAD, "stop": StopStrings(letters, stop) if stop else None},
   )
 
@@ -149,6 +151,44 @@ def test_other_step_sample_or_seed_draws_otherwise():
     streams.row_keys(0, streams.ROLLOUT, 1, np.array([7]), np.array([1])),
   ]
   assert all(np.any(np.asarray(jax.random.key_data(other)) != np.asarray(base)) for other in others)
+
+
+def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
+  owner, calls = np.append(np.repeat(np.arange(6), 4), [0] * 4), []  # and one once more, after others have taken its place
+  made, given = make(8, group=4, chunk=3), prompts(6)
+
+  def prefill(params, cache, tokens, start, prefill=made._prefill):
+    calls.append((int(start), tokens.tolist()))
+    return prefill(params, cache, tokens, start)
+
+  monkeypatch.setattr(made, "_prefill", prefill)
+  keys = keys_for(28)
+  out = generate(made, prompts=given, owner=owner, keys=keys)
+  # 8 slots for groups of 4: 2 prompts at a time, read to the end of the longer, 3 tokens a call, 2 in the last of a width of 8.
+  expected = []
+  for pair in (given[:2], given[2:4], given[4:], [given[0], []]):
+    padded = [prompt + [PAD] * (PROMPT - len(prompt)) for prompt in pair]
+    expected += [(start, [row[start : start + 3] for row in padded]) for start in range(0, max(map(len, pair)), 3)]
+  assert calls == expected
+  assert_same(out, generate(make(), prompts=[given[i] for i in owner], owner=np.arange(28), keys=keys))
+
+
+def test_prompts_of_several_buckets_through_one_sampler():
+  """Caches of 16, 40 and 32 prompt tokens, made anew in each call, against one of 40 that all sequences go through."""
+  rng, counts = np.random.default_rng(2), []
+  calls = [[rng.integers(0, 16, n).tolist() for n in lengths] for lengths in ((10, 1, 7), (40, 10, 33), (4, 20, 17))]
+  calls.append(calls[0])
+  config = dataclasses.replace(CONFIG, num_layers=1)
+  params, keys = device_slots.prepare(config, decoder.init_params(config, jax.random.key(0))), keys_for(12)
+  made = make(2, block=5, chunk=12, prompt=40, config=config)
+  whole = make(12, prompt=40, config=config).generate(params, list(itertools.chain(*calls)), np.arange(12), keys, WARM)
+  assert len(set(whole.length.tolist())) > 3
+  for i, given in enumerate(calls):
+    rows = slice(3 * i, 3 * i + 3)
+    assert_same(made.generate(params, given, np.arange(3), keys[rows], WARM), whole, rows)
+    counts.append([getattr(made, name)._cache_size() for name in ("_decode", "_insert", "_prefill")])
+  # 40 tokens are read by 12, 12, 12 and 4, those of the other calls by 12 alone.
+  assert counts == [[1, 1, 1], [2, 2, 3], [3, 3, 4], [3, 3, 4]]
 
 
 @pytest.mark.parametrize("rubbish", [1e4, float("nan")])

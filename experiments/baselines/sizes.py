@@ -31,9 +31,16 @@ def sampling_parser(description: str) -> argparse.ArgumentParser:
   return flags
 
 
+def _sequences(args: argparse.Namespace) -> int:
+  batch = args.batch or 16
+  if args.case == "group" and batch % args.group:
+    raise SystemExit(f"error: --case=group needs --batch={batch} to be a multiple of --group={args.group}.")
+  return batch
+
+
 def prompts(args: argparse.Namespace, random_ids: Callable[[int, int], list[list[int]]]) -> list[list[list[int]]]:
   """Batches of prompts, each sequence with its own copy. `random_ids` makes (count, length) ids."""
-  batch = args.batch or 16
+  batch = _sequences(args)
   if args.case == "group":
     unique = random_ids(batch // args.group, 8 * args.prompt)
     return [[ids for ids in unique for _ in range(args.group)]]
@@ -42,7 +49,7 @@ def prompts(args: argparse.Namespace, random_ids: Callable[[int, int], list[list
 
 def steps_and_useful(args: argparse.Namespace) -> tuple[int, int]:
   """(tokens that each sequence of a batch decodes, tokens that are of use): every batch of `spread` has a sequence of the longest."""
-  batch = args.batch or 16
+  batch = _sequences(args)
   if args.case == "spread":
     return 4 * args.new_tokens, 3 * batch * args.new_tokens + batch * 4 * args.new_tokens
   return args.new_tokens, batch * args.new_tokens

@@ -38,7 +38,7 @@ def run(names: list[str], settings: Settings) -> dict:
   """Runs the benchmarks, prints their tables as they come, and returns (with --json also writes) everything."""
   check_names(names, settings)
   if settings.json:
-    table.write_json(settings.json, {})  # a path that can't be written is known before the work is done
+    table.check_writable(settings.json)  # known before the work is done
   machine = None if settings.compile_only else measure_machine(settings.dtype, settings.matmul_size, settings.bandwidth_mib)
   print(table.header(settings, machine), flush=True)
   rows, ratios = [], []

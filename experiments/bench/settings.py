@@ -86,4 +86,7 @@ def define(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
 
 def read(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> Settings:
   """The settings of the parsed flags; ValueError names the flag that is wrong."""
-  return Settings(**dataclasses.asdict(flags.read(_Flags, flag_values)), case=tuple(flag_values["case"].value))
+  settings = Settings(**dataclasses.asdict(flags.read(_Flags, flag_values)), case=tuple(flag_values["case"].value))
+  if settings.model_path and flag_values["arch"].present:
+    raise ValueError(f"--arch={settings.arch} names a random model and can't be used with --model_path={settings.model_path}.")
+  return settings

@@ -139,9 +139,19 @@ def results(settings: Settings, machine: Machine | None, rows: list[Row], ratios
   }
 
 
+def check_writable(path: str) -> None:
+  """Raises ValueError that names --json; what is in the file stays there."""
+  _write(path, "a", "")
+
+
 def write_json(path: str, content: dict) -> None:
   """Writes the file, or raises ValueError that names --json."""
+  _write(path, "w", json.dumps(content, indent=1) + "\n")
+
+
+def _write(path: str, mode: str, text: str) -> None:
   try:
-    pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with pathlib.Path(path).open(mode, encoding="utf-8") as file:
+      file.write(text)
   except OSError as error:
     raise ValueError(f"--json={path} can't be written ({error.strerror}): name a file in a folder that exists.") from error
