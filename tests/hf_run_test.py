@@ -84,7 +84,7 @@ def test_a_users_own_task(tmp_path):
 
 def test_bfloat16_activations(tmp_path):
   """Weights, anchor and moments stay float32; the trainer's log-probs are near the sampler's, not equal to them."""
-  _, lines, _ = run(tmp_path, task="tests.parity:make", eval_every=0, dtype="bfloat16")
+  _, lines, _ = run(tmp_path, task="tests.parity:make", eval_every=0, dtype="bfloat16", learning_rate=1e-5)
   assert lines[1]["ratio"] == pytest.approx(1, abs=0.05)
   assert 0 < abs(lines[1]["sampler_ratio"] - 1) < 0.05
 
