@@ -36,7 +36,7 @@ from experiments.compiled_once import CompiledOnce
 from experiments.estimators import ESTIMATORS
 
 LARGEST_EXACT = 8192
-SHARING_PAYS = 256  # tokens of the longest prompt there is
+SHARING_PAYS = 128  # tokens of the longest prompt there is
 TASKS = ("add", "between", "arithmetic", "math")
 
 
