@@ -15,7 +15,7 @@ from emapg_jax.config import RunConfig
 from emapg_jax.envs.embedded import AddTask
 from emapg_jax.presets import ALGORITHMS
 from emapg_jax.types import RolloutBatch, TokenStats
-from experiments import loop, report, rollouts
+from experiments import loop, report, rl_step, rollouts
 from experiments.build import Run, build
 
 SMALL = {
@@ -302,7 +302,7 @@ class Scored:
     functions = {"score": self._score, "policy_kl": self._policy_kl, "value": self.run.value and self._value, "credit": None}
     run = dataclasses.replace(self.run, **functions)
     initial = "initial" if run.keep_initial else None
-    self.batch, self.numbers = loop.score_batch(run, state, initial, bare, None)
+    self.batch, self.numbers = rl_step.score_batch(run, state, initial, bare, None)
 
   def _score(self, params, frozen, batch, ids=None, plan=None):
     self.calls.append((params, ids))
@@ -375,8 +375,8 @@ def test_the_kl_in_a_normalised_reward_is_divided_like_the_reward(monkeypatch):
     seen.append(settings)
     raise Enough
 
-  monkeypatch.setattr(loop, "score_batch", score_batch)
+  monkeypatch.setattr(rl_step, "score_batch", score_batch)
   run = build(RunConfig(**SMALL | {"advantage": "batch_normalized", "kl_placement": "reward"}))
   with pytest.raises(Enough):
-    loop.rl_step(dataclasses.replace(run, train_step=train_step), types.SimpleNamespace(policy=None), HostState(), None, None, 1)
+    rl_step.rl_step(dataclasses.replace(run, train_step=train_step), types.SimpleNamespace(policy=None), HostState(), None, None, 1)
   np.testing.assert_allclose([settings.kl_coef for settings in seen], [0.2, 0.05], rtol=1e-6)

@@ -20,8 +20,8 @@ from emapg_jax import data
 from emapg_jax.checkpoint import HostState
 from emapg_jax.config import RunConfig
 from emapg_jax.types import Hyper
-from experiments import loop, rollouts, warmup
-from experiments.build import Run, build
+from experiments import loop, rl_step, rollouts, warmup
+from experiments.build import Run, build, new_state
 from experiments.build import plans as build_plans
 from experiments.estimators import ESTIMATORS
 from tests import tiny
@@ -274,7 +274,7 @@ def next_host(run):
   """After two steps, the KL above any target and the reward unlike the first."""
   host = HostState()
   for kl, reward in ((0.06, 0.2), (0.06, 0.8)):
-    host = loop._next_host(run, host, {"bad_updates": 0.0, "kl": kl, "reward_mean": reward}, 1)
+    host = rl_step._next_host(run, host, {"bad_updates": 0.0, "kl": kl, "reward_mean": reward}, 1)
   return host
 
 
@@ -298,7 +298,7 @@ def demonstrations(run):
 def warmed_up(run, monkeypatch):
   monkeypatch.setattr(warmup, "CHECK_EVERY", 1)
   monkeypatch.setattr(warmup, "greedy_accuracy", lambda run, params: 0.5)
-  return plain(warmup.warm_up(run, loop.new_state(run), types.SimpleNamespace(asked=False)).params)
+  return plain(warmup.warm_up(run, new_state(run), types.SimpleNamespace(asked=False)).params)
 
 
 def sampler(run):
@@ -319,7 +319,7 @@ ASK = {
   "credit": credit,
   "optimizer": optimizer,
   "lr_scales": lambda run: [plain(run.lr_scales(step)) for step in (1, 2, 150)],
-  "hyper": lambda run: plain(loop.hyper(run, HostState(), 1)),
+  "hyper": lambda run: plain(rl_step.hyper(run, HostState(), 1)),
   "state": lambda run: [(a.shape, str(a.dtype), str(a.sharding.spec)) for a in jax.tree.leaves(run.abstract_state)],
   "model": lambda run: run.model_config,
   "mesh": lambda run: dict(run.mesh.shape),

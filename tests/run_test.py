@@ -18,7 +18,7 @@ import pytest
 from emapg_jax.checkpoint import Checkpointer
 from emapg_jax.config import RunConfig
 from emapg_jax.envs.embedded import AddTask
-from experiments import loop, warmup
+from experiments import loop, stopping, warmup
 from experiments.build import build, new_state
 from experiments.compiled_once import CompiledOnce
 
@@ -325,9 +325,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
 
 
 def test_one_run_at_a_time(tmp_path):
-  with loop.only_run_in(tmp_path), pytest.raises(ValueError, match=r"Another run is writing to"), loop.only_run_in(tmp_path):
+  with stopping.only_run_in(tmp_path), pytest.raises(ValueError, match=r"Another run is writing to"), stopping.only_run_in(tmp_path):
     pytest.fail("two runs in one folder")
-  with loop.only_run_in(tmp_path):
+  with stopping.only_run_in(tmp_path):
     pass
 
 
@@ -366,7 +366,7 @@ def test_a_step_on_which_nothing_is_trained(tmp_path, monkeypatch, capsys):
 
 def test_warm_up_compiles_once_and_gives_the_layout_of_the_run(tmp_path):
   built = build(dataclasses.replace(TINY, mesh="data:2,fsdp:2,tensor:2", warmup_steps=3, workdir=str(tmp_path)))
-  with loop.StopRequest() as stop:
+  with stopping.StopRequest() as stop:
     state = warmup.warm_up(built, new_state(built), stop)
   assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, built.abstract_state)
 
