@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -219,14 +220,23 @@ class Head:
     return jax.tree.map(from_chunks, jax.lax.map(of_chunk, jax.tree.map(to_chunks, (hidden, targets, topk_ids))))
 
   def backward(
-    self, hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, stats: TokenStats, grads: FieldGrads
+    self,
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    targets: jax.Array,
+    stats: TokenStats,
+    grads: FieldGrads,
+    dtype: Any = None,
+    reduce: Callable[[jax.Array], jax.Array] = lambda columns: columns,
   ) -> tuple[jax.Array, jax.Array]:
-    """The gradients to hidden states (float32 at least) and unembedding: what this device's columns and rows give.
+    """The gradients to hidden states (float32 at least) and unembedding (`dtype`, or its own): what this device's columns and rows give.
+
+    `reduce` sums columns over devices, and may keep a part of their width, before they are written.
 
     In blocks of columns, each for all positions: so every part of the larger gradient is written once, where a loop over positions
     reads and writes the whole of it in each step.
     """
-    wide, dims = masking.wide(hidden.dtype), self._dims
+    wide, dims, dtype = masking.wide(hidden.dtype), self._dims, dtype or unembedding.dtype
     axis = dims.index("v")
     size = unembedding.shape[axis]
     width = self._width(hidden, size)
@@ -239,10 +249,10 @@ class Head:
       logits = jnp.einsum(f"btd,{dims}->btv", hidden, columns, preferred_element_type=wide) / self.temperature
       dlogits = gradient(logits, first + start).astype(hidden.dtype)
       dhidden += jnp.einsum(f"btv,{dims}->btd", dlogits, columns, preferred_element_type=wide)
-      dcolumns = jnp.einsum(f"btd,btv->{dims}", hidden, dlogits, preferred_element_type=wide).astype(unembedding.dtype)
-      return dhidden, jax.lax.dynamic_update_slice_in_dim(dunembedding, dcolumns, start, axis)
+      dcolumns = jnp.einsum(f"btd,btv->{dims}", hidden, dlogits, preferred_element_type=wide).astype(dtype)
+      return dhidden, jax.lax.dynamic_update_slice_in_dim(dunembedding, reduce(dcolumns), start, axis)
 
-    carry = jnp.zeros(hidden.shape, wide), jnp.zeros_like(unembedding)
+    carry = jnp.zeros(hidden.shape, wide), jnp.zeros(jax.eval_shape(reduce, unembedding).shape, dtype)
     if width == size:
       return block(carry, 0, size)
     carry = jax.lax.fori_loop(0, size // width, lambda i, carry: block(carry, i * width, width), carry)

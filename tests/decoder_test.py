@@ -164,25 +164,34 @@ def test_llama3_frequencies_by_hand():
   np.testing.assert_allclose(decoder._inverse_frequencies(config), expected, rtol=1e-6)
 
 
-def test_remat_changes_neither_value_nor_gradient():
-  tokens = random_tokens((2, 12))
+def test_remat_changes_memory_and_neither_value_nor_gradient():
+  tokens = random_tokens((8, 40))
 
   def loss(params, config):
     return jnp.sum(decoder.apply(config, params, tokens) ** 3)
 
-  value_and_grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-  value, grads = value_and_grad(random_params(), CONFIG)
-  plain_value, plain_grads = value_and_grad(random_params(), dataclasses.replace(CONFIG, remat=False))
-  np.testing.assert_allclose(value, plain_value, rtol=1e-5)
+  def compiled(remat):
+    config = dataclasses.replace(CONFIG, num_layers=4, remat=remat)
+    return jax.jit(jax.value_and_grad(loss), static_argnums=1).lower(params, config).compile()
+
+  params = random_params(dataclasses.replace(CONFIG, num_layers=4))
+  programs = {remat: compiled(remat) for remat in decoder.REMAT}
+  value, grads = programs["none"](params)
   scale = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(grads))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), grads, plain_grads)
+  for remat in ("full", "dots"):
+    again, grads_again = programs[remat](params)
+    np.testing.assert_allclose(again, value, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), grads_again, grads)
   # The head is not part of `apply`; everything else acts on the loss.
   acts = {jax.tree_util.keystr(path): bool(jnp.any(g != 0)) for path, g in jax.tree_util.tree_leaves_with_path(grads)}
   assert [path for path, act in acts.items() if not act] == ["['lm_head']['kernel']"]
+  full, dots, none = (programs[remat].memory_analysis().temp_size_in_bytes for remat in ("full", "dots", "none"))
+  assert full < 0.8 * dots
+  assert dots < 0.8 * none
 
 
 def test_tied_gradient_is_the_sum_of_both_uses():
-  config = dataclasses.replace(CONFIG, tied=True, remat=False)
+  config = dataclasses.replace(CONFIG, tied=True, remat="none")
   params = random_params(config)
   tokens = random_tokens((2, 12))
 
@@ -211,10 +220,23 @@ def test_bfloat16_activations_stay_near_float32():
   [
     ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ({"vocab_size": -1}, "vocab_size must be at least 1"),
-    ({"num_kv_heads": 3}, r"num_heads \(4\) must be a multiple of num_kv_heads \(3\)"),
+    ({"num_kv_heads": 3}, r"num_heads \(4\) must be a multiple of num_kv_heads × kv_copies \(3 × 1\)"),
     ({"head_dim": 7}, "head_dim must be even"),
+    ({"remat": "half"}, "remat is 'half', but must be one of full, dots, none"),
   ],
 )
 def test_impossible_architecture_is_refused(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_is_written_to_a_cache(tokens):
+  rng = np.random.default_rng(tokens)
+  old, new = (rng.normal(size=(5, 2, size, 3)).astype(np.float32) for size in (7, tokens))
+  positions = np.array([0, 4, 5, 7, 100], np.int32)[:, None] + np.arange(tokens, dtype=np.int32)  # partly beyond the cache
+  expected = old.copy()
+  for row, token in np.ndindex(positions.shape):
+    if positions[row, token] < 7:
+      expected[row, :, positions[row, token]] = new[row, :, token]
+  np.testing.assert_array_equal(jax.jit(decoder.write)(old, positions, new), expected)

@@ -123,8 +123,8 @@ def test_config_of_each_architecture():
   )
   qwen2 = load("tiny_qwen2")[0]
   assert (qwen2.head_dim, qwen2.qkv_bias, qwen2.tied, qwen2.rope_theta, qwen2.rope_scaling) == (8, True, True, 1000.0, None)
-  chosen = hf.read_config(str(DATA / "tiny_qwen2"), dtype="bfloat16", param_dtype="bfloat16", remat=False)
-  assert chosen == dataclasses.replace(qwen2, dtype="bfloat16", param_dtype="bfloat16", remat=False)
+  chosen = hf.read_config(str(DATA / "tiny_qwen2"), dtype="bfloat16", param_dtype="bfloat16", remat="none")
+  assert chosen == dataclasses.replace(qwen2, dtype="bfloat16", param_dtype="bfloat16", remat="none")
 
 
 @pytest.mark.parametrize("name", NAMES)

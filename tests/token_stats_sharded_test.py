@@ -121,14 +121,14 @@ def shapes_on_the_wires(text):
 
 
 def check_wires(text, spec, transposed=False):
-  """What has the vocabulary's size, or a block's, is one device's share of the unembedding, gathered over fsdp or summed over rows."""
+  """What has the vocabulary's size, or a block's, is a device's share of the unembedding, gathered over fsdp, or of its summed gradient."""
   mesh = sharding.make_mesh(spec)
   share = V // mesh.shape["tensor"]
   large = [(kind, shape) for kind, shape in shapes_on_the_wires(text) if {V, *BLOCKS} & set(shape) or max(shape, default=0) >= 128]
   fsdp, allowed = mesh.shape["fsdp"], set()
   for kind, axis, widths in (("all-gather", "fsdp", (1, fsdp)), ("reduce-scatter", "fsdp", (1, fsdp)), ("all-reduce", "data", (fsdp,))):
     if mesh.shape[axis] > 1:
-      shapes = {(D // n, share) for n in widths}
+      shapes = {(D // n, columns) for n in widths for columns in ((share, *BLOCKS) if kind == "reduce-scatter" else (share,))}
       allowed |= {(kind, shape) for shape in (shapes | {shape[::-1] for shape in shapes} if transposed else shapes)}
   assert set(large) <= allowed, sorted(set(large) - allowed)
   return large

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from emapg_jax.models import decoder
+from emapg_jax.sharding import ANYWHERE, Activations
 from emapg_jax.types import PyTree
 
 
@@ -27,7 +28,7 @@ def init_critic(policy_params: PyTree) -> PyTree:
   }
 
 
-def apply_critic(config: decoder.DecoderConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
+def apply_critic(config: decoder.DecoderConfig, params: PyTree, tokens: jax.Array, placed: Activations = ANYWHERE) -> jax.Array:
   """The value at each position, once its token has been read: what is still to come, given tokens[:, : s + 1].
 
     value = hidden · kernel + bias
@@ -39,11 +40,12 @@ def apply_critic(config: decoder.DecoderConfig, params: PyTree, tokens: jax.Arra
     config: the policy's.
     params: as `init_critic` makes them.
     tokens: int32 [B, S], right-padded.
+    placed: how activations lie on devices.
 
   Returns:
     float32 [B, S].
   """
-  hidden = decoder.apply(config, params["decoder"], tokens).astype(jnp.float32)
+  hidden = decoder.apply(config, params["decoder"], tokens, placed).astype(jnp.float32)
   kernel, bias = (params["head"][name].astype(jnp.float32) for name in ("kernel", "bias"))
   # Without the precision a GPU would round both factors to TF32.
   value = jnp.einsum("bsd,do->bso", hidden, kernel, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -6,15 +6,20 @@ Sequences are right-padded, so causal attention alone keeps padding out of every
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from emapg_jax.models.attention import UNSEEN, attention
+from emapg_jax.sharding import ANYWHERE, Activations
 from emapg_jax.types import PyTree
 
-Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values [B, Hkv, C, Dh]; a token at position p is in slot p
+# Per layer: keys and values [B, Hkv · kv_copies, C, Dh]; a token at position p is in slot p.
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+
+REMAT = ("full", "dots", "none")  # all but a layer's input, all but the products with its weights, nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +41,29 @@ class DecoderConfig:
   tied: bool = True
   dtype: str = "float32"  # of activations and matmul inputs; norms, softmax and log-probabilities stay float32
   param_dtype: str = "float32"
-  remat: bool = True
+  remat: str = "full"  # what of a layer the backward pass computes again, of REMAT
+  kv_copies: int = 1  # of each key/value head in attention and in the cache: as many as it takes to spread them over devices
 
   def __post_init__(self):
-    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
+    for field in (
+      "vocab_size",
+      "hidden_size",
+      "intermediate_size",
+      "num_layers",
+      "num_heads",
+      "num_kv_heads",
+      "head_dim",
+      "max_positions",
+      "kv_copies",
+    ):
       if getattr(self, field) < 1:
         raise ValueError(f"DecoderConfig.{field} must be at least 1, got {getattr(self, field)}.")
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}).")
+    if self.num_heads % (self.num_kv_heads * self.kv_copies):
+      raise ValueError(
+        f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads × kv_copies ({self.num_kv_heads} × {self.kv_copies})."
+      )
+    if self.remat not in REMAT:
+      raise ValueError(f"DecoderConfig.remat is {self.remat!r}, but must be one of {', '.join(REMAT)}.")
     if self.head_dim % 2:
       raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}.")
 
@@ -72,6 +92,14 @@ def _flat(x: jax.Array) -> jax.Array:
   return x.reshape(-1, *x.shape[2:])
 
 
+@jax.vmap  # over rows: where they are an index, XLA gathers those of other devices
+def write(cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
+  """A cache [B, Hkv, C, Dh] with `new` [B, Hkv, S, Dh] at positions int32 [B, S]; one beyond the cache writes nothing."""
+  # Heads are an index too: with all of them in a window XLA's TPU backend turns the whole cache to another layout and back.
+  # mode="drop": a position beyond the cache must never land in the last slot.
+  return cache.at[jnp.arange(cache.shape[0])[:, None], positions[None, :]].set(new, mode="drop")
+
+
 class Attention(nn.Module):
   """Grouped-query attention; returns the output and the layer's keys and values (the updated cache, if there is one).
 
@@ -81,7 +109,7 @@ class Attention(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, positions, cache=None, prefix=None, visible=None):
+  def __call__(self, x, positions, cache=None, prefix=None, visible=None, placed=ANYWHERE):
     config = self.config
 
     def project(name, heads):
@@ -93,10 +121,9 @@ class Attention(nn.Module):
     q = _rotate(project("q", config.num_heads), positions, config)
     k = _rotate(project("k", config.num_kv_heads), positions, config)
     v = project("v", config.num_kv_heads)
+    k, v = (jnp.repeat(a, config.kv_copies, axis=2) for a in (k, v))
     if cache is not None:
-      rows = jnp.arange(x.shape[0])[:, None]
-      # mode="drop": a position beyond the cache must never land in the last slot.
-      k, v = (old.at[rows, :, positions].set(new, mode="drop") for old, new in zip(cache, (k, v)))
+      k, v = (placed.by_shard(write, old, positions, new.swapaxes(1, 2)) for old, new in zip(cache, (k, v)))
       seen = tuple(a[:, :, :visible].swapaxes(1, 2) for a in (k, v))
       out = attention(q, *seen, positions, jnp.arange(seen[0].shape[1], dtype=jnp.int32)[None, :])
     elif prefix is not None:
@@ -135,8 +162,8 @@ class Block(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x, positions, cache=None, prefix=None, visible=None):
-    attended, cache = Attention(self.config, name="attn")(_norm(self.config, "attn_norm")(x), positions, cache, prefix, visible)
+  def __call__(self, x, positions, cache=None, prefix=None, visible=None, placed=ANYWHERE):
+    attended, cache = Attention(self.config, name="attn")(_norm(self.config, "attn_norm")(x), positions, cache, prefix, visible, placed)
     x = x + attended
     return x + Mlp(self.config, name="mlp")(_norm(self.config, "mlp_norm")(x)), cache
 
@@ -166,26 +193,39 @@ def unstack_layers(params: PyTree) -> PyTree:
 
 
 def empty_cache(config: DecoderConfig, rows: int, size: int) -> Cache:
-  """Zeros [rows, Hkv, size, Dh] for the keys and the values of each layer."""
-  zeros = jnp.zeros((rows, config.num_kv_heads, size, config.head_dim), config.dtype)
+  """Zeros [rows, Hkv · kv_copies, size, Dh] for the keys and the values of each layer."""
+  zeros = jnp.zeros((rows, config.num_kv_heads * config.kv_copies, size, config.head_dim), config.dtype)
   return ((zeros, zeros),) * config.num_layers
 
 
-def apply(config: DecoderConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
+def _rematerialized(config: DecoderConfig, layer: Callable) -> Callable:
+  """`layer`, as the body of a scan whose backward pass keeps what `config.remat` says."""
+  if config.remat == "none":
+    return layer
+  return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else None)
+
+
+def apply(config: DecoderConfig, params: PyTree, tokens: jax.Array, placed: Activations = ANYWHERE) -> jax.Array:
   """Hidden states [B, S, D] after the final norm, in `config.dtype`, of tokens int32 [B, S]; `unembedding` turns them into logits."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
   block = Block(config)
 
   def layer(x, layer_params):
-    return block.apply({"params": layer_params}, x, positions)[0], None
+    return placed.constrain(block.apply({"params": layer_params}, x, positions)[0]), None
 
-  x = params["embed"]["embedding"][tokens].astype(config.dtype)
-  x, _ = jax.lax.scan(jax.checkpoint(layer) if config.remat else layer, x, params["layers"])
+  x = placed.lookup(params["embed"]["embedding"], tokens, config.dtype)
+  x, _ = jax.lax.scan(_rematerialized(config, layer), x, params["layers"])
   return _norm(config).apply({"params": params["final_norm"]}, x)
 
 
 def apply_cached(
-  config: DecoderConfig, params: PyTree, tokens: jax.Array, positions: jax.Array, cache: Cache, visible: int | None = None
+  config: DecoderConfig,
+  params: PyTree,
+  tokens: jax.Array,
+  positions: jax.Array,
+  cache: Cache,
+  visible: int | None = None,
+  placed: Activations = ANYWHERE,
 ) -> tuple[jax.Array, Cache]:
   """Hidden states after the final norm, and the cache with the tokens' keys and values.
 
@@ -199,15 +239,23 @@ def apply_cached(
   Returns:
     hidden [B, S, D] in `config.dtype`, and the cache.
   """
-  x = params["embed"]["embedding"][tokens].astype(config.dtype)
+  x = placed.lookup(params["embed"]["embedding"], tokens, config.dtype)
   block, written = Block(config), []
   for layer_params, kv in zip(params["layers"], cache, strict=True):
-    x, kv = block.apply({"params": layer_params}, x, positions, kv, visible=visible)
+    x, kv = block.apply({"params": layer_params}, x, positions, kv, visible=visible, placed=placed)
+    x = placed.constrain(x)
     written.append(kv)
   return _norm(config).apply({"params": params["final_norm"]}, x), tuple(written)
 
 
-def apply_shared(config: DecoderConfig, params: PyTree, prompts: jax.Array, prompt_length: jax.Array, responses: jax.Array) -> jax.Array:
+def apply_shared(
+  config: DecoderConfig,
+  params: PyTree,
+  prompts: jax.Array,
+  prompt_length: jax.Array,
+  responses: jax.Array,
+  placed: Activations = ANYWHERE,
+) -> jax.Array:
   """Hidden states after the final norm at the position before each response token, each prompt read once for all its responses.
 
   As `apply` on every prompt with each of its responses behind it, for P + G·T tokens a prompt instead of G·(P + T).
@@ -228,10 +276,10 @@ def apply_shared(config: DecoderConfig, params: PyTree, prompts: jax.Array, prom
   def layer(x, layer_params):
     prompt, kv = block.apply({"params": layer_params}, x[0], slots)
     response, _ = block.apply({"params": layer_params}, x[1], positions, prefix=(kv, seen))
-    return (prompt, response), None
+    return (placed.constrain(prompt), placed.constrain(response)), None
 
-  x = tuple(params["embed"]["embedding"][tokens].astype(config.dtype) for tokens in (prompts, responses))
-  (prompt, response), _ = jax.lax.scan(jax.checkpoint(layer) if config.remat else layer, x, params["layers"])
+  x = tuple(placed.lookup(params["embed"]["embedding"], tokens, config.dtype) for tokens in (prompts, responses))
+  (prompt, response), _ = jax.lax.scan(_rematerialized(config, layer), x, params["layers"])
   last = jnp.take_along_axis(prompt, (prompt_length - 1)[:, None, None], axis=1)
   before = jnp.concatenate([jnp.repeat(last, group, axis=0), response[:, :-1]], axis=1)
   return _norm(config).apply({"params": params["final_norm"]}, before)

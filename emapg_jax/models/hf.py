@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from emapg_jax import distributed
 from emapg_jax.models import decoder
 from emapg_jax.models.decoder import DecoderConfig
 from emapg_jax.types import PyTree
@@ -162,7 +163,7 @@ def _refuse_unsupported(raw: Mapping, path: str) -> None:
     raise ValueError(f"{path} has hidden_act {raw['hidden_act']!r}, but the MLP here is SwiGLU ('silu'): use another model.")
 
 
-def read_config(model_path: str, dtype: str = "float32", param_dtype: str = "float32", remat: bool = True) -> DecoderConfig:
+def read_config(model_path: str, dtype: str = "float32", param_dtype: str = "float32", remat: str = "full") -> DecoderConfig:
   """The DecoderConfig of a Llama or Qwen2 folder.
 
   Raises:
@@ -367,7 +368,7 @@ def load_params(model_path: str, config: DecoderConfig, shardings: PyTree | None
     for view, name in zip(array if leaf.stacked else [array], leaf.names, strict=True):
       tensor = tensors[name][1].get_tensor(name)
       view[...] = (tensor if leaf.in_axes == _AS_STORED else tensor.T).reshape(view.shape)
-    return jax.device_put(array, sharding, may_alias=False)
+    return distributed.place(array, sharding)
 
   with _open_tensors(model_path) as tensors:
     _check_tensors(model_path, config, tensors, expected)
