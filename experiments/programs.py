@@ -10,13 +10,16 @@ import jax
 import numpy as np
 import optax
 
-from emapg_jax import micro_batches, sharding
+from emapg_jax import anchor, micro_batches, sharding
 from emapg_jax.config import RunConfig
 from emapg_jax.models import critic, decoder
 from emapg_jax.presets import KL_EXACT, KL_TOPK
 from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.layout import Layout
 from emapg_jax.rollout.sampler import Sampler
+from emapg_jax.rollout.slots import prepare
 from emapg_jax.rollout.stop import StopStrings
+from emapg_jax.rollout.team import Team, local_view, team_of, weight_shardings
 from emapg_jax.score_step import before_responses, credit_step, policy_kl, score_step, shared_prompts, value_step
 from emapg_jax.sharded_token_stats import sharded_token_stats
 from emapg_jax.step_config import StepConfig, check_divides
@@ -26,6 +29,7 @@ from emapg_jax.types import PyTree, RolloutBatch, TrainState
 from experiments import algorithms
 from experiments.compiled_once import CompiledOnce
 from experiments.estimators import ESTIMATORS
+from experiments.rollout_model import rollout_model
 
 LARGEST_EXACT = 8192
 SHARING_PAYS = 128  # tokens of the longest prompt there is
@@ -38,6 +42,7 @@ class Programs:
   config: RunConfig
   model_config: decoder.DecoderConfig
   mesh: jax.sharding.Mesh
+  device_bytes: int | None  # memory of a device, where it is known
   optimizer: optax.GradientTransformation
   lr_scales: Callable[[int], np.ndarray]  # of the updates of an RL step
   model: Callable
@@ -45,6 +50,10 @@ class Programs:
   abstract_state: TrainState  # with shardings
   fresh_state: Callable[[PyTree], TrainState]  # from the policy's parameters
   keep_initial: bool
+  rollout_mesh: jax.sharding.Mesh  # the devices of `mesh`, as sampling uses them
+  team: Team  # the part of it that this process samples on
+  prepare: Callable  # (policy) -> its weights as sampling needs them, where they lie in training
+  rollout_shardings: PyTree  # of these weights on the rollout mesh
   sampler: Sampler
   sampling: Sampling  # in training
   eval_sampling: dict[str, Sampling]  # by kind of evaluation
@@ -53,6 +62,10 @@ class Programs:
   value: Callable | None  # (params, frozen, batch, plan) -> values; None without a critic
   credit: Callable | None  # (batch, stats, hyper) -> batch, metrics; None where a token's credit is the advantage of its row
   train_step: Callable
+
+  def rollout_weights(self, policy: PyTree) -> PyTree:
+    """The policy's weights as `sampler.generate` takes them: cast, laid out once for sampling, and of this team's devices."""
+    return local_view(jax.device_put(self.prepare(policy), self.rollout_shardings), self.team)
 
   @property
   def needs_old_pass(self) -> bool:
@@ -144,20 +157,22 @@ def _step_config(config: RunConfig, mesh: jax.sharding.Mesh, model: decoder.Deco
   return step_config
 
 
-def _models(config: RunConfig, model_config: decoder.DecoderConfig, prompt_rows: int) -> tuple[Callable, Callable | None]:
+def _models(
+  config: RunConfig, model_config: decoder.DecoderConfig, prompt_rows: int, placed: sharding.Activations
+) -> tuple[Callable, Callable | None]:
   """The policy and, where there is one, the critic, as functions of their parameters; `prompt_rows` are read with one prompt."""
 
   def model(params: PyTree, frozen: PyTree, batch: RolloutBatch) -> tuple[jax.Array, jax.Array]:
     del frozen
     if prompt_rows > 1:
-      hidden = decoder.apply_shared(model_config, params, *shared_prompts(batch, prompt_rows))
+      hidden = decoder.apply_shared(model_config, params, *shared_prompts(batch, prompt_rows), placed)
     else:
-      hidden = before_responses(decoder.apply(model_config, params, batch.tokens), batch)
+      hidden = before_responses(decoder.apply(model_config, params, batch.tokens, placed), batch)
     return hidden, decoder.unembedding(params)
 
   def value(params: PyTree, frozen: PyTree, batch: RolloutBatch) -> jax.Array:
     del frozen
-    return before_responses(critic.apply_critic(model_config, params, batch.tokens), batch)
+    return before_responses(critic.apply_critic(model_config, params, batch.tokens, placed), batch)
 
   return model, value if config.uses_critic else None
 
@@ -182,16 +197,12 @@ def _functions(step_config: StepConfig, models: tuple, constrain: Callable) -> d
 def _sampler(
   config: RunConfig,
   model_config: decoder.DecoderConfig,
-  mesh: jax.sharding.Mesh,
+  team: Team,
+  slots: int,
   eos_ids: Sequence[int],
   pad_id: int,
   stop: StopStrings | None,
 ) -> Sampler:
-  shards, slots = sharding.batch_devices(mesh), config.rollout_slots or config.rows
-  if slots % shards:
-    raise ValueError(
-      f"--rollout_slots={slots} can't be spread over {shards} devices (--mesh={config.mesh}): make it a multiple of {shards}."
-    )
   return Sampler(
     model_config,
     slots=slots,
@@ -200,11 +211,10 @@ def _sampler(
     eos_ids=eos_ids,
     pad_id=pad_id,
     group=config.group_size,
-    shards=shards,
+    layout=Layout(team.mesh),
     block=config.decode_block,
     chunk=config.prefill_chunk,
     stop=stop,
-    constrain=functools.partial(sharding.constrain_slots, mesh),
     jit=CompiledOnce,
   )
 
@@ -233,6 +243,8 @@ def programs(
   pad_id: int,
   stop: StopStrings | None = None,
   keep_initial: bool = False,
+  process: int = 0,
+  device_bytes: int | None = None,
 ) -> Programs:
   """Builds and checks all that can be checked without a compile.
 
@@ -241,7 +253,12 @@ def programs(
     longest_prompt: of any problem there is, in tokens.
     eos_ids: a response ends with any of them; pad_id: what stands behind it.
     keep_initial: whether the KL to the initial model is logged.
+    process: whose part of the rollout mesh is sampled on.
+    device_bytes: memory of a device, where it is known.
   """
+  model_config = dataclasses.replace(
+    model_config, kv_copies=sharding.kv_copies(model_config.num_kv_heads, model_config.num_heads, mesh.shape["tensor"])
+  )
   step_config = _step_config(config, mesh, model_config, longest_prompt)
   for name in ("top_k", "eval_top_k"):
     if getattr(config, name) > model_config.vocab_size:
@@ -249,7 +266,9 @@ def programs(
         f"--{name}={getattr(config, name)} exceeds the vocabulary of {model_config.vocab_size} tokens: use at most that, or 0."
       )
   optimizer = algorithms.optimizer(config)
-  models = _models(config, model_config, step_config.prompt_rows)
+  constrain = functools.partial(sharding.constrain_batch, mesh)
+  placed = sharding.Activations(mesh)
+  models = _models(config, model_config, step_config.prompt_rows, placed)
 
   def fresh_state(policy: PyTree) -> TrainState:
     params = {"policy": policy, "value": critic.init_critic(policy)} if config.uses_critic else policy
@@ -257,21 +276,30 @@ def programs(
 
   abstract = jax.eval_shape(lambda key: fresh_state(decoder.init_params(model_config, key)), jax.random.key(0))
   shardings = sharding.tree_shardings(mesh, abstract)
-  constrain = functools.partial(sharding.constrain_batch, mesh)
+  if config.anchor_memory == "pinned_host":
+    shardings = shardings.replace(ema_params=anchor.host_shardings(shardings.ema_params))
+  abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+  rollouts = rollout_model(config, model_config, mesh, abstract, device_bytes, keep_initial)
+  team = team_of(rollouts.mesh, process)
   step = functools.partial(train_step, model=models[0], critic=models[1], optimizer=optimizer, config=step_config, constrain=constrain)
   return Programs(
     config=config,
     model_config=model_config,
     mesh=mesh,
+    device_bytes=device_bytes,
     optimizer=optimizer,
     lr_scales=algorithms.lr_scales(config),
-    model=_models(config, model_config, 1)[0],  # for rows in any order
+    model=_models(config, model_config, 1, placed)[0],  # for rows in any order
     step_config=step_config,
-    abstract_state=jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
+    abstract_state=abstract,
     fresh_state=fresh_state,
     keep_initial=keep_initial,
     train_step=CompiledOnce(step, donate_argnums=0, out_shardings=(shardings, None)),
-    sampler=_sampler(config, model_config, mesh, eos_ids, pad_id, stop),
+    rollout_mesh=rollouts.mesh,
+    team=team,
+    prepare=CompiledOnce(functools.partial(prepare, rollouts.config), "prepare", out_shardings=weight_shardings(mesh, abstract.policy)),
+    rollout_shardings=weight_shardings(rollouts.mesh, abstract.policy),
+    sampler=_sampler(config, rollouts.config, team, rollouts.slots * team.mesh.size // mesh.size, eos_ids, pad_id, stop),
     **_samplings(config, step_config, keep_initial),
     **_functions(step_config, models, constrain),
   )

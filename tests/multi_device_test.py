@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from emapg_jax import losses, micro_batches, optim, sharding, streams
 from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.layout import Layout
 from emapg_jax.rollout.sampler import Sampler
 from emapg_jax.rollout.stop import StopStrings
 from emapg_jax.score_step import score_step
@@ -134,7 +135,7 @@ def test_samples(spec, slots):
     return made.generate(made.prepare(params), prompts, owner, keys, Sampling(report_topk=4))
 
   one = generate(tiny.params())
-  many = generate(params, shards=sharding.batch_devices(mesh), constrain=functools.partial(sharding.constrain_slots, mesh))
+  many = generate(params, layout=Layout(mesh))
   np.testing.assert_array_equal(many.tokens, one.tokens)
   np.testing.assert_array_equal(many.reason, one.reason)
   np.testing.assert_allclose(many.logp, one.logp, atol=1e-5)
@@ -145,10 +146,10 @@ def _letters(ids):
   return "".join(chr(97 + int(i)) for i in ids)
 
 
-def _watch(made, monkeypatch, mesh, heads):
-  """Counts calls of `_decode`, each with slots, and of `_insert`, each with prompts, laid out by rows and `heads`."""
+def _watch(made, monkeypatch, mesh):
+  """Counts calls of `_decode`, each with slots, and of `_insert`, each with prompts, laid out by rows and heads."""
   calls = []
-  layout = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), heads))
+  layout = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
 
   def checked(name, function):
     def call(*args, **named):
@@ -168,18 +169,24 @@ def _watch(made, monkeypatch, mesh, heads):
   return calls
 
 
-@pytest.mark.parametrize(("spec", "heads"), [("data:2,fsdp:2,tensor:2", "tensor"), ("data:2,tensor:4", None)])
-def test_cut_samples_and_the_layout_of_the_cache(spec, heads, monkeypatch):
-  """Truncated, with stop strings; 2 key/value heads are spread over 2 devices, but can't be over 4."""
+@pytest.mark.parametrize(("spec", "copies"), [("data:2,fsdp:2,tensor:2", 1), ("data:2,tensor:4", 2)])
+def test_cut_samples_and_the_layout_of_the_cache(spec, copies, monkeypatch):
+  """Truncated, with stop strings; 2 key/value heads are spread over 2 devices, and copied to be over 4."""
   mesh = sharding.make_mesh(spec)
-  shardings = sharding.tree_shardings(mesh, tiny.params()) if heads else NamedSharding(mesh, PartitionSpec())
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 16, n).tolist() for n in rng.integers(1, tiny.PROMPT + 1, 10)]
   owner, keys = np.repeat(np.arange(10), 2), streams.row_keys(0, streams.ROLLOUT, 1, np.arange(20), np.zeros(20, int))
   sizes = {"slots": 8, "group": 2, "block": 3, "max_prompt_tokens": tiny.PROMPT, "max_new_tokens": 6}
 
-  def make(**changes):
-    return Sampler(tiny.CONFIG, **sizes | changes, eos_ids=(3,), pad_id=0, stop=StopStrings(_letters, ("a", "gh")), jit=CompiledOnce)
+  def make(copies=1, **changes):
+    return Sampler(
+      dataclasses.replace(tiny.CONFIG, kv_copies=copies),
+      **sizes | changes,
+      eos_ids=(3,),
+      pad_id=0,
+      stop=StopStrings(_letters, ("a", "gh")),
+      jit=CompiledOnce,
+    )
 
   def generate(made, params):
     return made.generate(made.prepare(params), prompts, owner, keys, Sampling(top_p=0.8))
@@ -187,9 +194,9 @@ def test_cut_samples_and_the_layout_of_the_cache(spec, heads, monkeypatch):
   one = generate(make(), tiny.params())
   assert set(one.reason) == {"eos", "stop", "length"}
   assert np.all(one.sampling_logp >= one.logp) and np.any(one.sampling_logp > one.logp + 0.1)
-  spread = make(shards=sharding.batch_devices(mesh), constrain=functools.partial(sharding.constrain_slots, mesh))
-  calls = _watch(spread, monkeypatch, mesh, heads)
-  many = generate(spread, jax.device_put(tiny.params(), shardings))
+  spread = make(copies, layout=Layout(mesh))
+  calls = _watch(spread, monkeypatch, mesh)
+  many = generate(spread, jax.device_put(tiny.params(), sharding.tree_shardings(mesh, tiny.params())))
   assert calls.count("_decode") > 2 and calls.count("_insert") > 1
   for name in ("tokens", "length", "reason"):
     np.testing.assert_array_equal(getattr(many, name), getattr(one, name))

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from emapg_jax import streams
+from emapg_jax import sharding, streams
 from emapg_jax.models import decoder
 from emapg_jax.rollout import sampler
 from emapg_jax.rollout import slots as device_slots
 from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.layout import Layout
 from emapg_jax.rollout.sampler import Sampler
 from emapg_jax.rollout.stop import StopStrings
 from emapg_jax.token_stats import token_stats
@@ -154,11 +155,11 @@ def test_other_step_sample_or_seed_draws_otherwise():
 
 
 def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
-  owner, calls = np.append(np.repeat(np.arange(6), 4), [0] * 4), []  # and one once more, after others have taken its place
+  owner, calls = np.append(np.repeat(np.arange(6), 4), [0] * 4), []  # the first is asked for again at the end
   made, given = make(8, group=4, chunk=3), prompts(6)
 
   def prefill(params, cache, tokens, start, prefill=made._prefill):
-    calls.append((int(start), tokens.tolist()))
+    calls.append((start.tolist(), tokens.tolist()))
     return prefill(params, cache, tokens, start)
 
   monkeypatch.setattr(made, "_prefill", prefill)
@@ -166,9 +167,9 @@ def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
   out = generate(made, prompts=given, owner=owner, keys=keys)
   # 8 slots for groups of 4: 2 prompts at a time, read to the end of the longer, 3 tokens a call, 2 in the last of a width of 8.
   expected = []
-  for pair in (given[:2], given[2:4], given[4:], [given[0], []]):
+  for pair in (given[:2], given[2:4], given[4:]):
     padded = [prompt + [PAD] * (PROMPT - len(prompt)) for prompt in pair]
-    expected += [(start, [row[start : start + 3] for row in padded]) for start in range(0, max(map(len, pair)), 3)]
+    expected += [([start] * 2, [row[start : start + 3] for row in padded]) for start in range(0, max(map(len, pair)), 3)]
   assert calls == expected
   assert_same(out, generate(make(), prompts=[given[i] for i in owner], owner=np.arange(28), keys=keys))
 
@@ -317,5 +318,6 @@ def test_bad_settings(changes):
 
 
 def test_slots_that_do_not_divide():
+  layout = Layout(sharding.make_mesh("data:2,tensor:2", jax.devices()[:4]))
   with pytest.raises(ValueError, match="9 slots can't be laid out over 4 devices"):
-    Sampler(CONFIG, slots=9, shards=4, max_prompt_tokens=1, max_new_tokens=1, eos_ids=EOS, pad_id=PAD)
+    Sampler(CONFIG, slots=9, layout=layout, max_prompt_tokens=1, max_new_tokens=1, eos_ids=EOS, pad_id=PAD)

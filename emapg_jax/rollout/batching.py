@@ -26,7 +26,7 @@ def fit(length: int, limit: int) -> int:
 def pad(token_lists: Sequence[Sequence[int]], limit: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
   """(tokens int32 [B, P], lengths int32 [B]), right-padded, P the bucket of the longest."""
   lengths = np.asarray([len(tokens) for tokens in token_lists], np.int32)
-  tokens = np.full((len(token_lists), fit(int(lengths.max()), limit)), pad_id, np.int32)
+  tokens = np.full((len(token_lists), fit(int(lengths.max(initial=1)), limit)), pad_id, np.int32)
   for row, ids in zip(tokens, token_lists):
     row[: len(ids)] = ids
   return tokens, lengths

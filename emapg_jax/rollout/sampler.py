@@ -1,7 +1,8 @@
 """Sampling: sequences pass through the slots of a KV cache, and one that ends makes room for the next. Host code around rollout/slots.py.
 
-Prompts are prefilled once, however many samples each has, in batches and in chunks; tokens are decoded in blocks, between which the host
-looks for stop strings and refills slots. Every draw depends on its sequence's key and index alone: not on slot, order or neighbours.
+Prompts are prefilled once, however many samples each has (on several shards of devices: once on each that samples it), in batches and in
+chunks; tokens are decoded in blocks, between which the host looks for stop strings and refills slots. Every draw depends on its sequence's
+key and index alone: not on slot, order or neighbours.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from emapg_jax.models import decoder
 from emapg_jax.rollout import batching
 from emapg_jax.rollout import slots as device
 from emapg_jax.rollout.draw import Sampling
+from emapg_jax.rollout.layout import ONE_DEVICE, Layout
 from emapg_jax.rollout.stop import StopStrings
 from emapg_jax.types import PyTree
 
@@ -49,11 +51,10 @@ class Sampler:
     eos_ids: Sequence[int],
     pad_id: int,
     group: int = 1,
-    shards: int = 1,
+    layout: Layout = ONE_DEVICE,
     block: int = 32,
     chunk: int = 512,
     stop: StopStrings | None = None,
-    constrain: Callable[[PyTree], PyTree] = lambda x: x,
     jit: Callable[..., Callable] = jax.jit,
   ):
     """Compiles nothing yet.
@@ -63,39 +64,34 @@ class Sampler:
       max_prompt_tokens, max_new_tokens: of any sequence; together at most `config.max_positions` are used, and a sequence that would need
         more ends with reason `length`.
       group: samples a prompt usually has; S / group prompts are prefilled at a time.
-      shards: devices over which `constrain` lays rows; divides `slots`.
+      layout: where the slots are; its devices divide `slots`.
       block: tokens decoded between looks at the slots.
       chunk: prompt tokens of a row that are prefilled at a time.
-      constrain: within jit, lays the leading axis of every leaf over the devices.
       jit: `jax.jit`, or something that watches over it.
     """
     for name, value in {"slots": slots, "max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}.items():
       _check_positive(name, value)
-    for name, value in {"group": group, "shards": shards, "block": block, "chunk": chunk}.items():
+    for name, value in {"group": group, "block": block, "chunk": chunk}.items():
       _check_positive(name, value)
-    if slots % shards:
-      raise ValueError(f"{slots} slots can't be laid out over {shards} devices: make them a multiple of {shards}.")
-    self.config, self.slots, self.stop, self.pad_id = config, slots, stop, pad_id
+    if slots % layout.devices:
+      raise ValueError(f"{slots} slots can't be laid out over {layout.devices} devices: make them a multiple of {layout.devices}.")
+    self.config, self.slots, self.layout, self.stop, self.pad_id = config, slots, layout, stop, pad_id
     self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
     self._block, self._chunk = min(block, max_new_tokens), chunk
-    self.prompts = -(-slots // (group * shards)) * shards
+    self.between_blocks: Callable[[], None] = lambda: None  # called there; may raise to leave `generate`
+    self.prompts = -(-slots // (layout.shards * group)) * layout.shards
 
-    def empty_slots(size, key):
-      return constrain(device.empty_slots(config, slots, size, key))
+    def empty_slots(size, impl):
+      return layout.constrain(device.empty_slots(config, slots, size, impl))
 
     def empty_prompts(size):
-      return constrain(decoder.empty_cache(config, self.prompts, size))
+      return layout.constrain(decoder.empty_cache(config, self.prompts, size))
 
-    def prefill(params, cache, tokens, start):
-      return constrain(device.prefill(config, params, cache, tokens, start))
-
-    def insert(slots, prompts, arrivals):
-      return constrain(device.insert(slots, prompts, arrivals))
-
-    decode = functools.partial(device.decode_block, config, eos_ids=tuple(eos_ids), block=self._block, constrain=constrain)
+    decode = functools.partial(device.decode_block, config, eos_ids=tuple(eos_ids), block=self._block, layout=layout)
     self.prepare = jit(functools.partial(device.prepare, config))
-    self._empty_slots, self._empty_prompts = jit(empty_slots, static_argnums=0), jit(empty_prompts, static_argnums=0)
-    self._prefill, self._insert = jit(prefill, donate_argnums=1), jit(insert, donate_argnums=0)
+    self._empty_slots, self._empty_prompts = jit(empty_slots, static_argnums=(0, 1)), jit(empty_prompts, static_argnums=0)
+    self._prefill = jit(functools.partial(device.prefill, config, layout=layout), donate_argnums=1)
+    self._insert = jit(functools.partial(device.insert, layout=layout), donate_argnums=0)
     self._decode = jit(decode, static_argnames=("sampling", "visible"), donate_argnums=1)
 
   def generate(
@@ -118,7 +114,7 @@ class Sampler:
     limits = self._limits(lengths, owner, keys, limits)
     work = _Work(self, params, prompts, owner, keys, sampling, limits)
     while work.step():
-      pass
+      self.between_blocks()
     return work.out
 
   def _limits(self, lengths: np.ndarray, owner: np.ndarray, keys: jax.Array, limits: Any) -> np.ndarray:
@@ -153,7 +149,7 @@ class _Work:
 
   def __init__(self, sampler, params, prompts, owner, keys, sampling, limits):
     self.sampler, self.params, self.prompts, self.owner, self.sampling, self.limits = sampler, params, prompts, owner, sampling, limits
-    self.keys = keys
+    self.impl, self.keys = jax.random.key_impl(keys), np.asarray(jax.random.key_data(keys))
     count, size = len(owner), sampler.max_new_tokens
     self.out = Rollout(
       tokens=np.full((count, size), sampler.pad_id, np.int32),
@@ -164,10 +160,10 @@ class _Work:
       topk_ids=np.zeros((count, size, sampling.report_topk), np.int32),
       topk_logp=np.zeros((count, size, sampling.report_topk), np.float32),
     )
-    self.waiting = [i for i in range(count) if limits[i] > 0][::-1]  # the next one last
+    self.units = _units(owner, limits, sampler.layout.shards)[::-1]  # the next one last
     self.sequence = np.full(sampler.slots, -1)  # in each slot
     self.position = np.zeros(sampler.slots, np.int64)  # next in each slot's cache
-    self.loaded: dict[int, int] = {}  # prompt -> row of the prefilled ones
+    self.waiting: list[list[int]] = [[] for _ in range(sampler.prompts)]  # for each prefilled prompt: sequences, the next one last
     self.width = batching.fit(max((len(prompts[p]) for p in set(owner.tolist())), default=1), sampler.max_prompt_tokens)
     self.slots = self.cache = None
 
@@ -180,8 +176,8 @@ class _Work:
     before = np.where(alive, self.out.length[self.sequence], 0)
     furthest = int(self.position[alive].max()) + self.sampler._block
     visible = batching.fit(min(max(furthest, _VISIBLE), self._size()), self._size())
-    self.slots, still, ended, drawn = self.sampler._decode(self.params, self.slots, alive, sampling=self.sampling, visible=visible)
-    index, still, ended, drawn = jax.device_get((self.slots.index, still, ended, drawn))
+    self.slots, out = self.sampler._decode(self.params, self.slots, alive, sampling=self.sampling, visible=visible)
+    index, still, ended, drawn = jax.device_get(out)
     for slot in np.flatnonzero(alive):
       self._collect(int(slot), int(before[slot]), int(index[slot]), bool(still[slot]), bool(ended[slot]), drawn)
     return True
@@ -212,50 +208,69 @@ class _Work:
       array[row, length:] = 0
 
   def _refill(self) -> None:
-    free = np.flatnonzero(self.sequence < 0).tolist()[::-1]
-    entering: list[tuple[int, int]] = []
-    while self.waiting and free:
-      if int(self.owner[self.waiting[-1]]) not in self.loaded:
-        self._enter(entering)  # they need the prompts that the next prefill replaces
-        entering = []
-        self._load()
-      entering.append((free.pop(), self.waiting.pop()))
-    self._enter(entering)
+    """Gives free slots to sequences whose prompts are prefilled on the same shard, and prefills where a shard has no more of them."""
+    while True:
+      self._enter()
+      free = self._by_shard(self.sequence < 0).any(axis=1)
+      if not self.units or not free.any():
+        return
+      self._load(free)
 
-  def _load(self) -> None:
-    """Prefills the prompts that are needed next."""
+  def _by_shard(self, of_rows: np.ndarray) -> np.ndarray:
+    return of_rows.reshape(self.sampler.layout.shards, -1)
+
+  def _load(self, free: np.ndarray) -> None:
+    """Prefills the prompts that are needed next: one for each shard with free slots, then another, while there is room."""
     sampler = self.sampler
-    chosen = list(dict.fromkeys(self.owner[self.waiting[::-1]].tolist()))[: sampler.prompts]
+    exhausted = self._by_shard(np.asarray([not waiting for waiting in self.waiting]))
+    if exhausted.sum() > len(self.units):  # the last ones go where they can begin at once
+      exhausted &= free[:, None]
+    shards, places = np.nonzero(exhausted)
+    in_turn = np.lexsort((shards, ~free[shards], np.cumsum(exhausted, axis=1)[shards, places]))
+    chosen = [int(shards[i] * exhausted.shape[1] + places[i]) for i in in_turn[: len(self.units)]]
     tokens = np.full((sampler.prompts, self.width), sampler.pad_id, np.int32)
-    for row, prompt in zip(tokens, chosen):
-      row[: len(self.prompts[prompt])] = self.prompts[prompt]
+    longest, loading = 0, np.zeros(sampler.prompts, bool)
+    for row in chosen:
+      sequences = self.units.pop()
+      prompt = self.prompts[self.owner[sequences[0]]]
+      tokens[row, : len(prompt)] = prompt
+      longest, loading[row] = max(longest, len(prompt)), True
+      self.waiting[row] = sequences[::-1]
     if self.cache is None:
       self.cache = sampler._empty_prompts(self.width)
-    longest = max(len(self.prompts[prompt]) for prompt in chosen)
     for start in range(0, longest, sampler._chunk):
-      self.cache = sampler._prefill(self.params, self.cache, tokens[:, start : start + sampler._chunk], np.int32(start))
-    self.loaded = {prompt: row for row, prompt in enumerate(chosen)}
+      starts = np.where(loading, start, self.width).astype(np.int32)
+      self.cache = sampler._prefill(self.params, self.cache, tokens[:, start : start + sampler._chunk], starts)
 
-  def _enter(self, entering: list[tuple[int, int]]) -> None:
-    if not entering:
+  def _enter(self) -> None:
+    """Puts waiting sequences into free slots of their shard."""
+    sampler = self.sampler
+    size, prompts = sampler.slots // sampler.layout.shards, sampler.prompts // sampler.layout.shards
+    fields = ("slot", "prompt", "token", "position", "limit")
+    arrivals = {name: np.full(sampler.slots, size if name == "slot" else 0, np.int32) for name in fields}
+    count = np.zeros(sampler.layout.shards, np.int32)
+    keys = np.zeros((sampler.slots, *self.keys.shape[1:]), self.keys.dtype)
+    for row, waiting in enumerate(self.waiting):
+      shard, prompt = divmod(row, prompts)
+      for slot in np.flatnonzero(self._by_shard(self.sequence)[shard] < 0)[: len(waiting)].tolist():
+        sequence, place = waiting.pop(), shard * size + count[shard]
+        tokens = self.prompts[self.owner[sequence]]
+        for name, value in zip(fields, (slot, prompt, tokens[-1], len(tokens) - 1, self.limits[sequence])):
+          arrivals[name][place] = value
+        keys[place] = self.keys[sequence]
+        count[shard] += 1
+        self.sequence[shard * size + slot], self.position[shard * size + slot] = sequence, len(tokens) - 1
+    if not count.any():
       return
-    count = len(entering)
-    slots, rows = np.asarray(entering).T
-    last = np.asarray([len(self.prompts[self.owner[row]]) - 1 for row in rows])
-
-    def filled(values, fill=0):
-      return np.concatenate([values, np.full(self.sampler.slots - count, fill)]).astype(np.int32)
-
-    arrivals = device.Arrivals(
-      count=np.int32(count),
-      slot=filled(slots, self.sampler.slots),
-      prompt=filled([self.loaded[int(self.owner[row])] for row in rows]),
-      token=filled([self.prompts[self.owner[row]][-1] for row in rows]),
-      position=filled(last),
-      limit=filled(self.limits[rows]),
-      keys=self.keys[filled(rows, rows[0])],
-    )
     if self.slots is None:
-      self.slots = self.sampler._empty_slots(self._size(), self.keys[0])
-    self.slots = self.sampler._insert(self.slots, self.cache, arrivals)
-    self.sequence[slots], self.position[slots] = rows, last
+      self.slots = sampler._empty_slots(self._size(), self.impl)
+    self.slots = sampler._insert(self.slots, self.cache, device.Arrivals(count=count, keys=keys, **arrivals))
+
+
+def _units(owner: np.ndarray, limits: np.ndarray, shards: int) -> list[list[int]]:
+  """The sequences that have something to draw, those of a prompt together but for what it takes to give work to all shards."""
+  of_prompt: dict[int, list[int]] = {}
+  for sequence in np.flatnonzero(limits > 0).tolist():
+    of_prompt.setdefault(int(owner[sequence]), []).append(sequence)
+  fair = max(1, int((limits > 0).sum()) // shards)
+  return [part.tolist() for all_ in of_prompt.values() for part in np.array_split(all_, -(-len(all_) // fair))]
