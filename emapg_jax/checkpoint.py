@@ -8,8 +8,9 @@ numbered directory that lacks a part) is never read. Saving is asynchronous: `sa
 import contextlib
 import dataclasses
 import difflib
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from emapg_jax.types import PyTree
-
-_TMP_SUFFIX = ".orbax-checkpoint-tmp"
-_MANIFEST = "state/manifest.ocdbt"
-_SHOWN = 8  # mismatching leaves named in an error; a whole missing subtree would fill the screen
+from emapg_jax import checkpoint_files as files
+from emapg_jax import distributed, stored_tree
+from emapg_jax.types import PyTree, policy_of
 
 
 class _OrbaxRecords(logging.Filter):
@@ -32,6 +31,8 @@ class _OrbaxRecords(logging.Filter):
 
 
 logging.getLogger("absl").addFilter(_OrbaxRecords())
+# What is left of a write that failed is reported there once more for each file, with a traceback.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 class CheckpointError(RuntimeError):
@@ -48,17 +49,40 @@ class HostState:
   kl_coef: float | None = None  # the adapted one; None before the first step, and where it is fixed
   baseline: float | None = None  # running mean reward; None before the first step, and where there is none
   flags: dict[str, str] = dataclasses.field(default_factory=dict)
+  evaluation: dict[str, float] = dataclasses.field(default_factory=dict)  # made at this step; empty when none was
+
+
+@dataclasses.dataclass
+class _Retention:
+  """Which checkpoints stay: the newest, and those of the best evaluations, of equals the earlier. A policy in the sense of orbax."""
+
+  keep_last: int
+  keep_best: int
+  metric: str
+  values: dict[int, float]  # of the metric, by step; a checkpoint without an evaluation has none
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    del context
+    steps = sorted(info.step for info in checkpoints)
+    best = sorted((step for step in steps if step in self.values), key=lambda step: (-self.values[step], step))
+    kept = {*steps[-self.keep_last :], *best[: self.keep_best]}
+    return [info.step in kept for info in checkpoints]
+
+  def is_best(self, evaluation: dict[str, float]) -> bool:
+    value = evaluation.get(self.metric)
+    return value is not None and sum(other >= value for other in self.values.values()) < self.keep_best
 
 
 class Checkpointer:
-  """The checkpoints of one run, `directory/<step>/`. The newest `keep_last` stay; an older one goes after its successor is committed."""
+  """The checkpoints of one run, `directory/<step>/`; one that does not stay goes after a later one is committed."""
 
-  def __init__(self, directory: str, keep_last: int):
+  def __init__(self, directory: str, keep_last: int, keep_best: int = 0, best_metric: str = ""):
     """Makes the directory and proves that it can be written to.
 
     Args:
       directory: a local or mounted path, the same for all processes; one run at a time writes to it.
-      keep_last: checkpoints to keep, at least 1.
+      keep_last: newest checkpoints to keep, at least 1.
+      keep_best: checkpoints to keep beside them, those whose `HostState.evaluation` has the highest `best_metric`.
 
     Raises:
       ValueError: keep_last is below 1, or the directory can't be made or written to.
@@ -67,8 +91,10 @@ class Checkpointer:
       raise ValueError(f"keep_last is {keep_last}, but a run needs at least 1 checkpoint to resume from. Use keep_last=1 or more.")
     self._directory = epath.Path(directory).expanduser().absolute()
     if jax.process_index() == 0:
-      _require_writable(self._directory)
-    options = ocp.CheckpointManagerOptions(preservation_policy=ocp.checkpoint_managers.LatestN(keep_last))
+      files.require_writable(self._directory)
+    evaluations = distributed.from_first(self._evaluations(best_metric)) if keep_best else {}
+    self._retention = _Retention(keep_last, keep_best, best_metric, evaluations)
+    options = ocp.CheckpointManagerOptions(preservation_policy=self._retention)
     # Handlers are given at once: a manager that only learns them from its first save finds no metadata before it.
     handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
     self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
@@ -99,12 +125,21 @@ class Checkpointer:
         f"Checkpoint {step} can't be written to {self._directory}: checkpoint {latest} is already there, and a resumed run starts from the "
         "latest. Resume from it, or use another --workdir."
       )
-    items = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(dataclasses.asdict(host)))
+    sums = stored_tree.checksums(state)
+    items = ocp.args.Composite(
+      state=ocp.args.StandardSave(stored_tree.plain(state)), host=ocp.args.JsonSave(dataclasses.asdict(host) | {"checksums": sums})
+    )
     self._pending = step
+    if self._retention.metric in host.evaluation:
+      self._retention.values[step] = host.evaluation[self._retention.metric]
     try:
       self._manager.save(step, args=items, force=True)  # without force, orbax may skip a step and only return False
     except Exception as error:
       self._fail(error)
+
+  def is_best(self, evaluation: dict[str, float]) -> bool:
+    """Whether a checkpoint of the step with this evaluation would be one of the `keep_best`: worth a save when none is due."""
+    return self._retention.is_best(evaluation)
 
   def restore_latest(self, abstract_state: PyTree) -> tuple[PyTree, HostState] | None:
     """The newest complete checkpoint, placed as `abstract_state` says; None when there is none.
@@ -114,32 +149,41 @@ class Checkpointer:
         not be that of the run that saved.
 
     Raises:
-      ValueError: a leaf is in only one of the two trees, has another shape or dtype, or has no sharding (nothing is loaded then); or the
-        checkpoint is damaged.
+      ValueError: a leaf is in only one of the two trees, has another shape or dtype, or no sharding that fits (nothing is loaded then); or
+        the checkpoint is damaged, be it by a single bit.
     """
     self.wait()
     step = self.latest_step()
     if step is None:
       return None
-    target = _with_shardings(abstract_state)
+    target = stored_tree.targets(abstract_state)
     # Orbax can restore a part and leave the rest of a tree as it was; every difference is refused before that.
-    with self._damage_named(step):
+    with files.damage_named(self._directory, step):
       saved = self._manager.item_metadata(step)["state"].tree
-    _require_same_leaves(saved, target, f"Checkpoint {step} in {self._directory}")
-    with self._damage_named(step):
-      if not (self._directory / str(step) / _MANIFEST).exists():
-        raise FileNotFoundError(f"{_MANIFEST} is missing")  # the reader would fail at each array, with a traceback for each on the screen
+    remedy = "Resume with the model, critic, optimizer and anchor settings it was saved with"
+    stored_tree.require_same_leaves(saved, target, f"Checkpoint {step} in {self._directory}", remedy)
+    with files.damage_named(self._directory, step):
+      files.require_manifest(self._directory / str(step))
       restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()))
-    return restored["state"], self._host_state(restored["host"], step)
+    host, sums = self._host_state(restored["host"], step)
+    with files.damage_named(self._directory, step):
+      _require_unchanged(restored["state"], sums)
+    return stored_tree.typed(restored["state"], abstract_state), host
 
   def latest_step(self) -> int | None:
-    """The newest step whose checkpoint is committed and whole, read from disk; None when there is none."""
-    return max(self._whole_steps(), default=None)
+    """The newest step whose checkpoint is committed and whole, read from disk; None when there is none.
+
+    With several processes all must ask, and get what process 0 sees: a network file system may show the others an older folder.
+    """
+    return distributed.from_first(self._newest())
+
+  def _newest(self) -> int | None:
+    return max(files.whole_steps(self._directory), default=None)
 
   @property
   def skipped(self) -> list[str]:
     """Names of the numbered directories that lack a part and so are not resumed from, read from disk; the first `save` sets them aside."""
-    return sorted((path.name for path in self._numbered() if not _is_whole(path)), key=int)
+    return sorted((path.name for path in files.numbered(self._directory) if not files.is_whole(path)), key=int)
 
   def flags_of_latest(self) -> dict[str, str] | None:
     """The flags of the run that wrote the newest checkpoint, read without touching any array; None when there is none.
@@ -151,9 +195,9 @@ class Checkpointer:
     step = self.latest_step()
     if step is None:
       return None
-    with self._damage_named(step):
+    with files.damage_named(self._directory, step):
       host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-    return self._host_state(host, step).flags
+    return self._host_state(host, step)[0].flags
 
   def wait(self) -> None:
     """Blocks until the checkpoint being written is committed.
@@ -183,32 +227,21 @@ class Checkpointer:
 
   def _fail(self, error: Exception) -> None:
     step, self._pending = self._pending, None
-    good = self.latest_step()
+    good = self._newest()
+    others = "" if distributed.count() == 1 else " Where it tells of other processes, look at what these have printed."
     kept = "No checkpoint is there to resume from" if good is None else f"Checkpoint {good} is whole and is what a resumed run starts from"
     raise CheckpointError(
       f"Checkpoint {step} could not be written to {self._directory} ({error}). {kept}. Check the free space and the permissions there."
+      f"{others}"
     ) from error
 
-  @contextlib.contextmanager
-  def _damage_named(self, step: int) -> Iterator[None]:
-    """Says which checkpoint it is and what to do, whatever a cut or missing file makes the reader raise."""
-    try:
-      yield
-    except (MemoryError, jax.errors.JaxRuntimeError):
-      raise  # no memory for it says nothing of the files
-    except Exception as error:
-      cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-      previous = max((other for other in self._whole_steps() if other < step), default=None)
-      then = "start anew" if previous is None else f"resume from checkpoint {previous}"
-      raise ValueError(
-        f"Checkpoint {step} in {self._directory} is damaged ({cause}). Move {self._directory / str(step)} away to {then}."
-      ) from error
-
-  def _whole_steps(self) -> list[int]:
-    return [int(path.name) for path in self._numbered() if _is_whole(path)]
-
-  def _numbered(self) -> list[epath.Path]:
-    return [path for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir()] if self._directory.exists() else []
+  def _evaluations(self, metric: str) -> dict[int, float]:
+    """The metric of each checkpoint that has one. One that can't be read has none: resuming from it is what names the damage."""
+    values = {}
+    for step in files.whole_steps(self._directory):
+      with contextlib.suppress(ValueError, KeyError, TypeError):
+        values[step] = float(json.loads((self._directory / str(step) / files.HOST).read_text())["evaluation"][metric])
+    return values
 
   def _remove_leftovers(self) -> None:
     """Clears what a killed run left, once, before the first write: a reader must not do it, the files may belong to a live run."""
@@ -216,25 +249,26 @@ class Checkpointer:
       return
     self._tidy = True
     if jax.process_index() == 0:
-      for path in self._directory.glob(f"*{_TMP_SUFFIX}"):
+      for path in self._directory.glob(f"*{files.TMP_SUFFIX}"):
         path.rmtree()
-      for path in self._numbered():
+      for path in files.numbered(self._directory):
         # Orbax would count it as a checkpoint: retention would keep it in place of a good one, and its step could not be saved.
-        if not _is_whole(path):
-          path.rename(_free_name(path))
+        if not files.is_whole(path):
+          path.rename(files.free_name(path))
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices("checkpoint leftovers removed")
     self._manager.reload()
 
-  def _host_state(self, values: dict[str, Any], step: int) -> HostState:
-    names = {field.name for field in dataclasses.fields(HostState)}
+  def _host_state(self, values: dict[str, Any], step: int) -> tuple[HostState, dict[str, int]]:
+    names = {field.name for field in dataclasses.fields(HostState)} | {"checksums"}
     if not isinstance(values, dict) or set(values) != names:
       held = sorted(values) if isinstance(values, dict) else f"a {type(values).__name__}"
       raise ValueError(
         f"Checkpoint {step} in {self._directory} was written by another version: its host state holds {held}, this version wants "
         f"{sorted(names)}. Resume with the version that wrote it, or use another --workdir."
       )
-    return HostState(**values)
+    sums = values.pop("checksums")
+    return HostState(**values), sums
 
 
 def flags_difference(
@@ -271,51 +305,57 @@ def _flag(value: str | None) -> str:
   return "not set" if value is None else repr(value)
 
 
-def _require_writable(directory: epath.Path) -> None:
-  probe = directory / ".write_probe"
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    probe.write_text("")
-    probe.unlink()
-  except OSError as error:
-    raise ValueError(f"Checkpoints can't be written to {directory} ({error}). Choose a --workdir that this user may write to.") from error
-
-
-def _is_whole(path: epath.Path) -> bool:
-  parts = ("_CHECKPOINT_METADATA", "host/metadata", "state/_METADATA")
-  return all((path / part).exists() for part in parts)
-
-
-def _free_name(path: epath.Path) -> epath.Path:
-  name, n = path.parent / f"{path.name}.incomplete", 1
-  while name.exists():
-    name, n = path.parent / f"{path.name}.incomplete.{n}", n + 1
-  return name
-
-
-def _leaves(tree: PyTree) -> dict[str, Any]:
-  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _with_shardings(state: PyTree) -> PyTree:
-  missing = [name for name, leaf in _leaves(state).items() if getattr(leaf, "sharding", None) is None]
-  if missing:
-    raise ValueError(
-      f"No sharding is given for {', '.join(missing[:_SHOWN])}: a restored array has to know its devices. Set it on the abstract state."
-    )
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-
-
-def _require_same_leaves(saved: PyTree, wanted: PyTree, where: str) -> None:
-  def describe(leaves: dict[str, Any], name: str) -> str:
-    return f"{jax.numpy.dtype(leaves[name].dtype).name}{list(leaves[name].shape)}" if name in leaves else "nothing"
-
-  has, wants = _leaves(saved), _leaves(wanted)
-  bad = [name for name in sorted(has.keys() | wants.keys()) if describe(has, name) != describe(wants, name)]
+def _require_unchanged(restored: PyTree, sums: dict[str, int]) -> None:
+  bad = stored_tree.changed(restored, sums)
   if bad:
-    lines = [f"{name}: checkpoint {describe(has, name)}, run {describe(wants, name)}" for name in bad[:_SHOWN]]
-    more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    raise ValueError(
-      f"{where} does not fit this run in {len(bad)} of its arrays: {'; '.join(lines)}{more}. Resume with the model, "
-      "critic, optimizer and anchor settings it was saved with, or use another --workdir."
+    raise ValueError(f"not what was written: {bad}")
+
+
+def restore_policy(path: str, policy: PyTree, anchor: PyTree | None = None) -> tuple[PyTree, PyTree | None, int]:
+  """The policy and, if asked for, the anchor of another run's checkpoint, and its step. Optimizer and critic are not read.
+
+  Args:
+    path: the folder of a run, whose latest checkpoint is taken, or one of its checkpoints, `RUN/checkpoints/120`. Nothing is written there.
+    policy: the tree of the policy, with shardings, as in `Checkpointer.restore_latest`.
+    anchor: that of the anchor, or None.
+
+  Raises:
+    ValueError: there is no checkpoint, it is damaged, has no anchor, or is of another architecture.
+  """
+  directory, step = _located(epath.Path(path).expanduser().absolute())
+  place, where = directory / str(step), f"Checkpoint {step} in {directory}"
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    with files.damage_named(directory, step):
+      sums = json.loads((place / files.HOST).read_text())["checksums"]
+      files.require_manifest(place)
+      saved = reader.metadata(place / "state").item_metadata.tree
+    if "params" not in saved:
+      raise ValueError(f"{where} does not hold the state of a run, but {', '.join(saved)}: give one of RUN/checkpoints.")
+    if anchor is not None and not jax.tree.leaves(saved["ema_params"]):
+      raise ValueError(f"{where} has no anchor to start from: leave out --init_anchor, or choose another run.")
+    parts = {"params": policy} | ({} if anchor is None else {"ema_params": anchor})
+    wanted = stored_tree.targets(parts)
+    remedy = "Set the model to that of the other run (--model_path, or the sizes of a random one, and --param_dtype)"
+    stored_tree.require_same_leaves(
+      {"params": policy_of(saved["params"])} | {k: saved[k] for k in parts if k != "params"}, wanted, where, remedy
     )
+    critic = policy_of(saved["params"]) is not saved["params"]
+    item = wanted | ({"params": {"policy": wanted["params"]}} if critic else {})
+    with files.damage_named(directory, step):
+      arguments = ocp.checkpoint_utils.construct_restore_args(item)
+      restored = reader.restore(place / "state", args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True))
+      _require_unchanged(restored, sums)
+  return restored["params"]["policy"] if critic else restored["params"], restored.get("ema_params"), step
+
+
+def _located(path: epath.Path) -> tuple[epath.Path, int]:
+  """The folder and the step of the checkpoint that a path means."""
+  if path.name.isdecimal() and files.is_whole(path):
+    return path.parent, int(path.name)
+  steps = files.whole_steps(path / "checkpoints")
+  if not steps:
+    raise ValueError(
+      f"There is no checkpoint to start from in {path}: give the folder of a run, which holds checkpoints/, or one of its checkpoints, as "
+      "in RUN/checkpoints/120."
+    )
+  return path / "checkpoints", max(steps)

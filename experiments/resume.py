@@ -7,8 +7,8 @@ import shutil
 import jax
 import jax.numpy as jnp
 
-from emapg_jax import metrics
-from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference
+from emapg_jax import distributed, metrics
+from emapg_jax.checkpoint import Checkpointer, HostState, flags_difference, restore_policy
 from emapg_jax.config import RUNTIME_FLAGS
 from emapg_jax.types import PyTree, TrainState
 from experiments import flags, report, warmup
@@ -21,6 +21,7 @@ def start(
 ) -> tuple[TrainState, HostState]:
   """The state to go on from: the latest checkpoint, or a fresh one (warmed up when the run asks for it)."""
   now = flags.as_strings(run.config) | {"problems": run.train.fingerprint()}
+  require_alike(now)
   if checkpointer.skipped:
     report.say(f"checkpoints that are not whole are left out: {', '.join(checkpointer.skipped)}")
   saved = checkpointer.flags_of_latest()
@@ -43,17 +44,47 @@ def start(
       "--workdir, or remove this one; --save_every above 0 makes a run resumable."
     )
   writer.truncate_after(-1)
-  state = new_state(run)
+  state = _from_another_run(run) if run.config.init_from else new_state(run)
   if run.config.warmup_steps:
     state = warmup.warm_up(run, state, stop)
   return state, HostState(flags=now)
 
 
+def require_alike(now: dict[str, str]) -> None:
+  """With several processes: all must have the same flags and problems, or they would go different ways, or train on mixed data.
+
+  Raises:
+    ValueError: on every process, where one differs.
+  """
+  for process, other in enumerate(distributed.gathered(now)):
+    different = [name for name in now if other.get(name) != now[name]]
+    if different:
+      name = different[0]
+      raise ValueError(
+        f"Process {process} was started with {name}={other.get(name)!r}, process {distributed.index()} with {now[name]!r}: start all "
+        "processes with the same command, and give them the same data."
+      )
+
+
+def _from_another_run(run: Run) -> TrainState:
+  """A fresh state around the policy of `--init_from`, and around its anchor with `--init_anchor`."""
+  abstract, take_anchor = run.abstract_state, run.config.init_anchor
+  policy, anchor, step = restore_policy(run.config.init_from, abstract.policy, abstract.ema_params if take_anchor else None)
+  report.say(f"starts from the policy{' and the anchor' if take_anchor else ''} of {run.config.init_from} at its step {step}")
+
+  def fresh(policy, anchor):
+    state = run.fresh_state(policy)
+    return state.replace(ema_params=anchor) if take_anchor else state
+
+  return jax.jit(fresh, out_shardings=jax.tree.map(lambda a: a.sharding, abstract), donate_argnums=(0, 1))(policy, anchor)
+
+
 def keep_initial(run: Run, state: TrainState, folder: pathlib.Path) -> PyTree:
   """The policy as it was before the first RL step: a copy, saved beside the checkpoints at step 0 and read back on resume."""
   fresh = int(state.step) == 0
-  if fresh:
+  if fresh and distributed.is_first():
     shutil.rmtree(folder, ignore_errors=True)  # of a start that never came to a checkpoint
+  distributed.gathered(None)  # no process looks there before
   with Checkpointer(str(folder), 1) as saved:
     if fresh:
       initial = jax.tree.map(jnp.copy, state.policy)

@@ -4,37 +4,92 @@ import contextlib
 import fcntl
 import pathlib
 import signal
+from typing import Any
 
+from emapg_jax import distributed
 from experiments import report
+from experiments.build import Run
+from experiments.rollouts import RolloutsGivenUp
 
 
 @contextlib.contextmanager
 def only_run_in(workdir: pathlib.Path):
-  """Holds a lock on the folder of the run; it ends with the process, however that ends."""
+  """Holds a lock on the folder of the run, in process 0; it ends with the process, however that ends. All processes must see the folder."""
+  if not distributed.is_first():
+    distributed.require_shared(workdir)
+    yield
+    return
   workdir.mkdir(parents=True, exist_ok=True)
   with open(workdir / "lock", "w") as lock:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise ValueError(f"Another run is writing to {workdir}: wait for it, stop it, or choose another --workdir.") from error
+    distributed.require_shared(workdir)
     yield
 
 
 class StopRequest:
-  """Ctrl-C ends the run after the step in progress; a second one ends it at once."""
+  """Ctrl-C, or the SIGTERM of a machine that is about to go, ends the run at the next border of a step; a second one ends it at once."""
 
   def __init__(self):
-    self.asked = False
-    self._previous = None
+    self.signal: int | None = None  # the one that came
+    self._previous: dict[int, Any] = {}
+
+  @property
+  def asked(self) -> bool:
+    """Whether this process got a signal."""
+    return self.signal is not None
+
+  def agreed(self) -> bool:
+    """Whether any process got a signal, which from then on all have got; asked at a border of a step, by all of them."""
+    came = [number for number in distributed.gathered(self.signal) if number is not None]
+    if came:
+      self.signal = came[0]
+    return bool(came)
+
+  @property
+  def exit_code(self) -> int:
+    """Of a run that is saved: 130 after Ctrl-C, 0 for a scheduler, which would count anything else as a failure."""
+    return 130 if self.signal == signal.SIGINT else 0
 
   def __enter__(self):
-    self._previous = signal.signal(signal.SIGINT, self._handle)
+    for number in (signal.SIGINT, signal.SIGTERM):
+      # What other code than Python's has set is None here, and can't be set again.
+      self._previous[number] = signal.signal(number, self._handle) or signal.SIG_DFL
     return self
 
   def __exit__(self, *_):
-    signal.signal(signal.SIGINT, self._previous)
+    self._restore()
 
-  def _handle(self, *_):
-    self.asked = True
-    signal.signal(signal.SIGINT, self._previous)
-    report.say("stopping after this step; press Ctrl-C again to stop at once and lose it (of a supervised warm-up nothing is kept)")
+  def _restore(self) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+
+  def _handle(self, number: int, _: Any) -> None:
+    self.signal = number
+    self._restore()
+    with contextlib.suppress(RuntimeError):  # it came in the middle of another print
+      report.say(
+        "stopping after this step; ask again (Ctrl-C, SIGTERM) to stop at once and lose it (of a supervised warm-up nothing is kept)"
+      )
+
+  @contextlib.contextmanager
+  def may_leave_rollouts(self, run: Run):
+    """Inside, a request ends sampling between two blocks of decoding with RolloutsGivenUp, and only what can be drawn again is lost.
+
+    Not where several processes sample together: they would have to leave at the same block.
+    """
+    sampler = run.sampler
+
+    def between_blocks():
+      if self.asked:
+        raise RolloutsGivenUp
+
+    before = sampler.between_blocks
+    if len(run.team.processes) == 1:
+      sampler.between_blocks = between_blocks
+    try:
+      yield
+    finally:
+      sampler.between_blocks = before

@@ -1,5 +1,7 @@
 """Checkpoints whose files are cut or gone: one paragraph with the step and what to do, never a wrong state."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from emapg_jax.checkpoint import Checkpointer
@@ -61,3 +63,20 @@ def test_what_is_skipped_can_be_told(tmp_path):
     assert checkpointer.skipped == ["7", "12"]
     checkpointer.save(4, make_state(), checkpointer.restore_latest(make_state())[1])
     assert checkpointer.skipped == []
+
+
+def test_one_flipped_bit_is_damage(tmp_path):
+  """Large arrays lie as raw bytes, which their reader takes as they are."""
+  state = {"small": jnp.ones(3), "large": jax.random.normal(jax.random.key(0), (2**16,))}
+  write(tmp_path, 3, 12, state=state)
+  path = max((tmp_path / "12" / "state").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.write_bytes(content)
+  with (
+    Checkpointer(str(tmp_path), 5) as checkpointer,
+    pytest.raises(
+      ValueError, match=rf"12 in \S+ is damaged \(not what was written: large\)\. Move {tmp_path}/12 away to resume from .* 3\.$"
+    ),
+  ):
+    checkpointer.restore_latest(state)
