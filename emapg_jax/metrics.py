@@ -45,15 +45,19 @@ _EVENT_QUEUE = 10_000  # more than a step has: a write must not wait for a threa
 class MetricsWriter:
   """Appends to `metrics.jsonl`, `samples.jsonl` and TensorBoard events (`tensorboard/`) in a workdir.
 
-  A line is on disk when its write returns; TensorBoard's events follow within seconds, from a thread, and at `close`.
+  A line is on disk when its write returns; TensorBoard's events follow within seconds, from a thread, and at `close`. Without a workdir,
+  as in all but one of several processes, nothing is written, and nothing has been.
   """
 
-  def __init__(self, workdir: str):
-    self._paths = {name: os.path.join(workdir, name) for name in ("metrics.jsonl", "samples.jsonl")}
-    self._events_dir = os.path.join(workdir, "tensorboard")
+  def __init__(self, workdir: str | None):
+    self._writes = workdir is not None
+    self._paths = {name: os.path.join(workdir, name) for name in ("metrics.jsonl", "samples.jsonl")} if self._writes else {}
+    self._events_dir = os.path.join(workdir or "", "tensorboard")
     self._files: dict[str, TextIO] = {}
     self._events: SummaryWriter | None = None
     self._purge_step: int | None = None
+    if not self._writes:
+      return
     try:
       os.makedirs(workdir, exist_ok=True)
     except OSError as error:
@@ -76,6 +80,8 @@ class MetricsWriter:
 
   def last_step(self) -> int:
     """The last step in metrics.jsonl, -1 when there is none."""
+    if not self._writes:
+      return -1
     try:
       with open(self._paths["metrics.jsonl"], "rb") as lines:
         return max((step for line in lines if (step := _step_of(line)) is not None), default=-1)
@@ -84,8 +90,12 @@ class MetricsWriter:
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends one line, `step` and then `values`; NaN and infinities become null, TensorBoard gets the finite numbers."""
+    if not self._writes:
+      return
     line = _jsonable(values)
     self._append("metrics.jsonl", [{"step": step, **line}])
+    if not os.path.exists(self._paths["metrics.jsonl"]):
+      raise OSError(f"{self._paths['metrics.jsonl']} is gone: something has removed the folder of this run while it was writing there.")
     if self._events is None:
       # Names have a resolution of one second, and a name that exists is overwritten.
       suffix = f".{time.time_ns()}"
@@ -99,6 +109,8 @@ class MetricsWriter:
 
   def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
     """Appends one line per sample (prompt, completion, reward ...) to `samples.jsonl`, each with its `step`."""
+    if not self._writes:
+      return
     self._append("samples.jsonl", [{"step": step, **_jsonable(sample)} for sample in samples])
 
   def close(self) -> None:
@@ -190,7 +202,7 @@ class _Lines(tqdm):
 class Progress:
   """One progress line with the time left: redrawn in place on a terminal, printed every `log_every` seconds in a log."""
 
-  def __init__(self, total: int, initial: int = 0, log_every: float = 30.0, file: TextIO | None = None):
+  def __init__(self, total: int, initial: int = 0, log_every: float = 30.0, file: TextIO | None = None, shown: bool = True):
     """Args: total, the last step; initial, the step a resumed run starts from; log_every, seconds; file, standard error by default."""
     file = sys.stderr if file is None else file
     # In a terminal that reports no size (some containers and CI runners) tqdm would draw nothing at all.
@@ -200,6 +212,7 @@ class Progress:
     self._bar = bar(
       total=total,
       initial=initial,
+      disable=not shown,
       file=file,
       unit="step",
       miniters=1,

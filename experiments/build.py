@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from emapg_jax import micro_batches, sharding, streams
+from emapg_jax import distributed, micro_batches, sharding, streams
 from emapg_jax.config import RunConfig
 from emapg_jax.envs.task import Task, ask
 from emapg_jax.models import decoder, hf
@@ -32,8 +32,20 @@ def _unescaped(text: str) -> str:
   return re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", text)
 
 
+def _device_bytes() -> int | None:
+  """Memory of the smallest device of all processes; None where one does not say."""
+  own = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+  known = [limit for limits in distributed.gathered(own) for limit in limits]
+  return None if None in known else min(known)
+
+
 def build(config: RunConfig) -> Run:
   """Builds and checks all that can be checked without a compile."""
+  if config.prompts_per_step % distributed.count():
+    raise ValueError(
+      f"--prompts_per_step={config.prompts_per_step} can't be shared out over {distributed.count()} processes, each of which samples whole "
+      f"groups: make it a multiple of {distributed.count()}."
+    )
   mesh = sharding.make_mesh(config.mesh)
   task = build_task(config)
   tokenizer, model_config = tokenizer_and_model(config, task)
@@ -46,7 +58,7 @@ def build(config: RunConfig) -> Run:
   if hasattr(task, "prompt_opens_think"):
     task.prompt_opens_think = tokenizer.opens_think(train.problems[0].prompt, getattr(task, "chat", True))
   evaluated = eval_problems(config, task)
-  for name in () if evaluated else ("eval_temperature", "eval_top_p", "eval_top_k"):
+  for name in () if evaluated else ("eval_temperature", "eval_top_p", "eval_top_k", "keep_best"):
     if getattr(config, name) != getattr(RunConfig(), name):
       raise ValueError(f"--{name}={getattr(config, name)} has no effect: there are no problems to evaluate on. Leave it out.")
   compiled = programs(
@@ -58,6 +70,8 @@ def build(config: RunConfig) -> Run:
     pad_id=tokenizer.pad_id,
     stop=StopStrings(tokenizer.decode, [_unescaped(text) for text in config.stop_strings]) if config.stop_strings else None,
     keep_initial=config.keep_initial == "on" or (config.keep_initial == "auto" and hasattr(task, "tokenizer")),
+    process=jax.process_index(),
+    device_bytes=_device_bytes(),
   )
   return Run(
     **vars(compiled),
@@ -80,7 +94,8 @@ def new_state(run: Run) -> TrainState:
 
 def on_devices(run: Run, tree: PyTree) -> PyTree:
   """Lays rows out over the devices."""
-  return jax.device_put(tree, sharding.batch_sharding(run.mesh))
+  layout = sharding.batch_sharding(run.mesh)
+  return jax.device_put(tree, layout) if distributed.count() == 1 else jax.tree.map(lambda x: distributed.place(x, layout), tree)
 
 
 def plans(run: Run, batch: RolloutBatch, step: int) -> tuple[Plan | None, Plan | None]:

@@ -2,6 +2,7 @@
 
 python -m experiments.math_grpo                                        the quickstart: embedded task, no download
 python -m experiments.math_grpo --flagfile=experiments/flags/X.flags   a recipe; later flags override it
+python -m experiments.math_grpo --distributed ...                      on every worker of a TPU pod slice, or as every task of SLURM
 """
 
 import contextlib
@@ -16,12 +17,15 @@ import time
 import jax
 from absl import app
 
+from emapg_jax import distributed
 from emapg_jax.checkpoint import CheckpointError
 from emapg_jax.envs.grading_pool import GradingError
-from experiments import flags, loop, profiling, report
+from experiments import flags, loop, profiling, report, resume
 from experiments.build import build
+from experiments.launch import Launch
 
 flags.define()
+flags.define(Launch)
 
 
 def _effective(config):
@@ -35,6 +39,7 @@ def _effective(config):
     dtype=dtype,
     workdir=expand(workdir),
     model_path=expand(config.model_path),
+    init_from=expand(config.init_from),
     train_data=tuple(map(expand, config.train_data)),
     eval_data=tuple(map(expand, config.eval_data)),
   )
@@ -51,15 +56,19 @@ def main(argv: list[str]) -> None:
   try:
     if len(argv) > 1:
       raise ValueError(f"{argv[1]!r} is not a flag: write --name=value.")
-    config = _effective(flags.read())
-    workdir = pathlib.Path(config.workdir)
+    config, launch = flags.read(), flags.read(Launch)
     profiling.parse_steps(config.profile_steps, config.steps)
+    launch.connect(config.workdir)
+    resume.require_alike(flags.as_strings(config))  # before anything that they do together
+    config = _effective(config)
+    workdir = pathlib.Path(config.workdir)
     run = build(config)
     report.header(run, workdir)
     with contextlib.closing(run.task) if hasattr(run.task, "close") else contextlib.nullcontext():
       last = loop.train(run, workdir)
-    report.summary(_first_evaluation(workdir), last, workdir, time.time() - began)
-  except (ValueError, OSError, CheckpointError, GradingError) as error:
+    if distributed.is_first():
+      report.summary(_first_evaluation(workdir), last, workdir, time.time() - began)
+  except (ValueError, OSError, CheckpointError, GradingError, distributed.OtherProcessError) as error:
     report.fail(error)
 
 
@@ -70,7 +79,8 @@ def run_main() -> None:
   for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(errors="replace")  # a terminal that lacks a sign is no reason to stop
   try:
-    app.run(main)
+    with distributed.ended_by_an_error():
+      app.run(main)
   except KeyboardInterrupt:
     raise SystemExit(130) from None
 

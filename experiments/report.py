@@ -1,4 +1,4 @@
-"""What a run says on the screen: header, remarks, evaluations, summary."""
+"""What a run says on the screen: header, remarks, evaluations, summary. Of several processes the first speaks, and any that fails."""
 
 import contextlib
 import dataclasses
@@ -7,15 +7,20 @@ import sys
 
 import jax
 
-from emapg_jax import anchor
+from emapg_jax import anchor, distributed
 from emapg_jax.config import RunConfig
 from emapg_jax.rollout import batching
+from emapg_jax.sharding import batch_devices
 from experiments.build import Run
-from experiments.memory_plan import memory_plan
+from experiments.memory_plan import at_once, host_bytes, memory_plan, remarks
+
+_REMAT = {"full": "each layer", "dots": "each layer but its products with weights", "none": "nothing"}
 
 
 def say(text: str) -> None:
   """A line of its own, on standard output."""
+  if not distributed.is_first():
+    return
   with contextlib.suppress(BrokenPipeError):  # a reader that went away (`| head`) is no reason to stop
     print(text, flush=True)
 
@@ -23,7 +28,9 @@ def say(text: str) -> None:
 def header(run: Run, workdir: pathlib.Path) -> None:
   """Effective settings, sizes, memory, buckets, anchor."""
   config = run.config
-  say(f"emapg_jax · task {config.task} · {jax.device_count()} {jax.devices()[0].platform} device(s), mesh {dict(run.mesh.shape)}")
+  devices = f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
+  held = f" of {distributed.count()} processes" if distributed.count() > 1 else ""
+  say(f"emapg_jax · task {config.task} · {devices}{held}, mesh {dict(run.mesh.shape)}")
   defaults = type(config)()
   changed = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(defaults, f.name)}
   say("settings (the rest are defaults, all in flags.txt): " + " ".join(f"{k}={v}" for k, v in changed.items()))
@@ -33,7 +40,10 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   policy, all_params = (sum(a.size for a in jax.tree.leaves(tree)) for tree in (run.abstract_state.policy, run.abstract_state.params))
   critic = f" + {all_params - policy:,} of the critic" if config.uses_critic else ""
   say(f"parameters: {policy:,}{critic} · vocabulary {run.model_config.vocab_size:,} · compute in {run.model_config.dtype}")
-  say(f"memory per device, planned: {sizes}; sum {_bytes(sum(plan.values()))}")
+  on_host = f"; of the host, {_bytes(host_bytes(run))} for the anchor" if host_bytes(run) else ""
+  say(f"memory per device, planned: {sizes}; at most {_bytes(at_once(plan))} at a time{on_host}")
+  for remark in remarks(run):
+    say(remark)
   say(f"prompts: {len(run.train.problems):,} ({run.train.dropped} longer than {config.max_prompt_tokens} tokens left out)")
   if run.eval:
     say(f"evaluation: {len(run.eval.problems):,} problems ({run.eval.dropped} too long left out), every {config.eval_every} steps")
@@ -60,6 +70,8 @@ def _rollouts(run: Run) -> None:
   rows = run.step_config.prompt_rows
   shared = f" · training reads a prompt once for {rows} responses" if rows > 1 else ""
   say(f"rollouts: {made.slots} slots, {made.prompts} prompts prefilled at a time, blocks of {config.decode_block} tokens{cut}{shared}")
+  read = f"{config.micro_tokens} tokens" if config.micro_tokens else f"{run.step_config.micro_batch // batch_devices(run.mesh)} sequences"
+  say(f"a forward in training: {read} per device; computed again in the backward pass: {_REMAT[config.remat]}")
   for text in run.sampler.stop.strings if run.sampler.stop else ():
     try:
       spelled = text in run.tokenizer.decode(run.tokenizer.encode_prompt(text, False))
@@ -105,7 +117,8 @@ def summary(first: dict[str, float], last: dict[str, float], workdir: pathlib.Pa
 
 def fail(error: Exception) -> None:
   """An error the user can mend: one paragraph, exit code 1."""
-  print(f"error: {error}", file=sys.stderr, flush=True)
+  where = f" in process {distributed.index()} of {distributed.count()}" if distributed.count() > 1 else ""
+  print(f"error{where}: {error}", file=sys.stderr, flush=True)
   raise SystemExit(1)
 
 

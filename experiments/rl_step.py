@@ -6,9 +6,8 @@ import time
 import jax
 import numpy as np
 
-from emapg_jax import anchor, data, metrics, micro_batches
+from emapg_jax import anchor, data, distributed, metrics, micro_batches
 from emapg_jax.checkpoint import HostState
-from emapg_jax.envs.task import counters
 from emapg_jax.types import Hyper, Plan, PyTree, RolloutBatch, TrainState, Weighted
 from experiments import rollouts
 from experiments.build import Run, on_devices, plans
@@ -34,7 +33,7 @@ def score_batch(
   """Adds old log-probs, ids, the anchor's statistics, values and credit; and the KL to the initial model. Dispatched, not waited for."""
   sampled, old, ref = batch, None, None  # what is scored stays as it came: with other ids in it, scoring would compile again
   if run.step_config.kl is not None and run.config.topk_owner == "anchor":
-    ref = run.score(state.ema_params, (), sampled, None, plan)
+    ref = run.score(anchor.on_device(state.ema_params), (), sampled, None, plan)
     batch = batch.replace(topk_ids=ref.topk_ids)
   if run.needs_old_pass:
     old = run.score(state.policy, (), sampled, None if ref is None else ref.topk_ids, plan)
@@ -45,7 +44,7 @@ def score_batch(
   if run.step_config.kl is not None:
     if ref is None:
       batch = batch.replace(topk_ids=batch.topk_ids if old is None else old.topk_ids)
-      ref = run.score(state.ema_params, (), sampled, batch.topk_ids, plan)
+      ref = run.score(anchor.on_device(state.ema_params), (), sampled, batch.topk_ids, plan)
     batch = batch.replace(ref_logp=ref.logp, ref_logp_topk=ref.logp_topk, ref_log_tail=ref.log_tail)
   if run.value is not None:
     batch = batch.replace(old_values=run.value(state.params["value"], (), batch, plan))
@@ -84,7 +83,8 @@ def rl_step(
   batch, scored = jax.block_until_ready(score_batch(run, state, initial, on_devices(run, batch), for_credit, scoring))
   clock.lap("anchor")
   state, device_metrics = run.train_step(state, (), batch, settings, training)
-  numbers |= metrics.reduce(device_metrics | scored)
+  # What the host decides by them, it must decide alike on every process, whatever its own device's last bit is.
+  numbers = distributed.from_first(numbers | metrics.reduce(device_metrics | scored))
   clock.lap("update")
   numbers["learning_rate"] = config.learning_rate * float(settings.lr_scale[-1])
   if config.kl_target:
@@ -93,7 +93,7 @@ def rl_step(
     numbers["baseline"] = float(settings.baseline)
   numbers |= {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
   numbers["tokens_per_second"] = float(groups.responses.length.sum()) / sum(clock.seconds.values())
-  numbers |= {f"task_{name}" if name in numbers or name == "step" else name: value for name, value in counters(run.task).items()}
+  numbers |= {f"task_{name}" if name in numbers or name == "step" else name: value for name, value in rollouts.task_counters(run).items()}
   samples = rollouts.log_samples(run, groups.responses, groups.scores, "train", min(config.samples_logged, config.rows))
   return state, _next_host(run, host, numbers, stream.position), numbers, samples
 

@@ -1,12 +1,17 @@
-"""One batch of responses: sampled, scored and turned into a RolloutBatch; and evaluation, which is the same without training."""
+"""One batch of responses: sampled, scored and turned into a RolloutBatch; and evaluation, which is the same without training.
 
+With several processes each samples and scores a share of the prompts, and then all of them hold everything: what follows from it, from
+advantages to the plan of an update, they find out alike.
+"""
+
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from emapg_jax import advantages, data, streams
+from emapg_jax import advantages, data, distributed, streams
 from emapg_jax.envs.task import Problem, ask, counters, score_all
 from emapg_jax.rollout import batching
 from emapg_jax.rollout.draw import Sampling
@@ -28,7 +33,6 @@ class Responses:
   sampling_logp: np.ndarray  # float32 [B, T]
   topk_ids: np.ndarray  # int32 [B, T, K]; K is 0 where the trainer finds the ids
   reason: np.ndarray  # str [B]: eos, stop or length
-  texts: list[str]
 
   def take(self, rows: np.ndarray) -> "Responses":
     """Some of them, in the order of `rows`."""
@@ -56,14 +60,96 @@ class Groups:
   kept: np.ndarray  # int64 [B], rows of whole groups
 
 
+def _padded(run: Run, prompts: Prompts, rows: np.ndarray) -> tuple[list[Problem], np.ndarray, np.ndarray]:
+  """prompts[rows]: problems, ids and lengths."""
+  return [prompts.problems[i] for i in rows], *batching.pad(
+    [prompts.tokens[i] for i in rows], run.config.max_prompt_tokens, run.tokenizer.pad_id
+  )
+
+
+class RolloutsGivenUp(Exception):
+  """The rollouts of an RL step were left between two blocks of decoding; the state is that of the step before."""
+
+
 def respond(run: Run, weights: PyTree, prompts: Prompts, rows: np.ndarray, keys: jax.Array, sampling: Sampling) -> Responses:
-  """Responses to prompts[rows], with weights from `run.sampler.prepare`; waits for them."""
+  """Responses to prompts[rows], with weights from `run.rollout_weights`; waits for them. The processes of a team must call it alike."""
   distinct, owner = np.unique(rows, return_inverse=True)
   out = run.sampler.generate(weights, [prompts.tokens[i] for i in distinct], owner, keys, sampling)
-  tokens, lengths = batching.pad([prompts.tokens[i] for i in rows], run.config.max_prompt_tokens, run.tokenizer.pad_id)
-  texts = [run.tokenizer.decode(ids[:n].tolist()) for ids, n in zip(out.tokens, out.length)]
-  problems = [prompts.problems[i] for i in rows]
-  return Responses(problems, tokens, lengths, out.tokens, out.length, out.sampling_logp, out.topk_ids, out.reason, texts)
+  return Responses(*_padded(run, prompts, rows), out.tokens, out.length, out.sampling_logp, out.topk_ids, out.reason)
+
+
+def _text(run: Run, responses: Responses, i: int) -> str:
+  return run.tokenizer.decode(responses.tokens[i, : responses.length[i]].tolist())
+
+
+def _scores(run: Run, responses: Responses) -> np.ndarray:
+  return score_all(run.task, responses.problems, [_text(run, responses, i) for i in range(len(responses.problems))])
+
+
+def _not_booked(phase: str) -> None:
+  del phase
+
+
+def respond_and_score(
+  run: Run,
+  weights: PyTree,
+  prompts: Prompts,
+  rows: np.ndarray,
+  keys: jax.Array,
+  sampling: Sampling,
+  lap: Callable[[str], None] = _not_booked,
+) -> tuple[Responses, np.ndarray]:
+  """Responses to prompts[rows] and their scores, in that order and the same on every process; `lap` books the time.
+
+  A team samples the shares of its processes together, and each process reads and scores its own.
+  """
+  if distributed.count() == 1:
+    responses = respond(run, weights, prompts, rows, keys, sampling)
+    lap("rollout")
+    scores = _scores(run, responses)
+    lap("reward")
+    return responses, scores
+  of_team = np.concatenate([distributed.share(len(rows), process) for process in run.team.processes])
+  own = np.flatnonzero(np.isin(of_team, distributed.share(len(rows), distributed.index())))
+  mine = None
+  with contextlib.suppress(RolloutsGivenUp):  # of this process; the others hear of it when they have their own
+    mine = respond(run, weights, prompts, rows[of_team], keys[of_team], sampling).take(own)
+  lap("rollout")
+
+  def scored() -> dict[str, np.ndarray] | None:
+    if mine is None:
+      return None
+    scores = _scores(run, mine)
+    lap("reward")
+    longest = int(mine.length.max(initial=0))
+    sampled = {name: getattr(mine, name)[:, :longest] for name in ("tokens", "sampling_logp", "topk_ids")}
+    return sampled | {"length": mine.length, "reason": mine.reason, "scores": scores}
+
+  parts = distributed.together(scored)
+  if any(part is None for part in parts):
+    raise RolloutsGivenUp
+  columns = _whole(parts, run)
+  scores = columns.pop("scores")
+  lap("gather")
+  return Responses(*_padded(run, prompts, rows), **columns), scores
+
+
+def _whole(parts: list[dict[str, np.ndarray]], run: Run) -> dict[str, np.ndarray]:
+  """The columns of all shares, tokens padded to the largest number again."""
+
+  def widened(name: str, column: np.ndarray) -> np.ndarray:
+    if column.ndim == 1:
+      return column
+    missing = [(0, 0), (0, run.config.max_new_tokens - column.shape[1])] + [(0, 0)] * (column.ndim - 2)
+    return np.pad(column, missing, constant_values=run.tokenizer.pad_id if name == "tokens" else 0)
+
+  return {name: np.concatenate([widened(name, part[name]) for part in parts]) for name in parts[0]}
+
+
+def task_counters(run: Run) -> dict[str, float]:
+  """The task's counters since the last call, those of all processes together."""
+  parts = distributed.together(lambda: counters(run.task))
+  return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(name for part in parts for name in part)}
 
 
 def training_keys(run: Run, step: int, uids: np.ndarray) -> jax.Array:
@@ -80,16 +166,14 @@ def sample_groups(run: Run, params: PyTree, stream: data.PromptStream, step: int
   """
   config, group = run.config, run.config.group_size
   parts, scores, ids = [], [], []
-  weights = run.sampler.prepare(params)
+  weights = run.rollout_weights(params)
   for _ in range(1 + config.max_refills if config.dynamic_sampling else 1):
     uids = stream.take(config.prompts_per_step)
     rows = np.repeat(stream.indices(uids), group)
-    responses = respond(run, weights, run.train, rows, training_keys(run, step, uids), run.sampling)
-    lap("rollout")
+    responses, found = respond_and_score(run, weights, run.train, rows, training_keys(run, step, uids), run.sampling, lap)
     parts.append(responses)
-    scores.append(score_all(run.task, responses.problems, responses.texts))
+    scores.append(found)
     ids.append(np.repeat(uids, group))
-    lap("reward")
     all_scores, group_ids, length = np.concatenate(scores), np.concatenate(ids), np.concatenate([part.length for part in parts])
     useful = advantages.has_spread(all_scores, group_ids, length > 0)[::group]
     if not config.dynamic_sampling or useful.sum() >= config.prompts_per_step:
@@ -156,35 +240,35 @@ def evaluate(run: Run, params: PyTree, step: int) -> tuple[dict[str, float], lis
   """Mean score over the evaluation problems, sampled and greedy; the task's counters; samples for the log."""
   counters(run.task)  # what came before belongs to no evaluation
   metrics, samples = {}, []
-  weights, rows = run.sampler.prepare(params), np.arange(len(run.eval.problems))
+  weights, rows = run.rollout_weights(params), np.arange(len(run.eval.problems))
   for kind, sampling in run.eval_sampling.items():
     keys = streams.row_keys(run.config.seed, streams.EVAL, step, rows, np.zeros_like(rows))
-    responses = respond(run, weights, run.eval, rows, keys, sampling)
-    found = score_all(run.task, responses.problems, responses.texts)
+    responses, found = respond_and_score(run, weights, run.eval, rows, keys, sampling)
     samples += log_samples(run, responses, found, kind, min(len(rows), run.config.samples_logged))
     if np.isfinite(found).any():
       metrics[f"eval_{kind}"] = float(np.nanmean(found))
     metrics["eval_unscored"] = metrics.get("eval_unscored", 0) + int(np.isnan(found).sum())
-  own = {f"eval_task_{name}" if f"eval_{name}" in metrics else f"eval_{name}": value for name, value in counters(run.task).items()}
+  own = {f"eval_task_{name}" if f"eval_{name}" in metrics else f"eval_{name}": value for name, value in task_counters(run).items()}
   return metrics | own, samples
 
 
 def log_samples(run: Run, responses: Responses, scores: np.ndarray, kind: str, count: int) -> list[dict]:
-  """The first `count` responses as rows of samples.jsonl."""
+  """The first `count` responses as rows of samples.jsonl, on the process that writes it."""
 
   def extract(problem: Problem, text: str) -> str | None:
     return ask(run.task, "extract", problem, text) if hasattr(run.task, "extract") else None
 
+  texts = [_text(run, responses, i) for i in range(count if distributed.is_first() else 0)]
   return [
     {
       "kind": kind,
       "prompt": responses.problems[i].prompt,
-      "completion": responses.texts[i],
+      "completion": completion,
       "score": float(scores[i]),
-      "extracted": extract(responses.problems[i], responses.texts[i]),
+      "extracted": extract(responses.problems[i], completion),
       "answer": responses.problems[i].answer,
       "tokens": int(responses.length[i]),
       "reason": str(responses.reason[i]),
     }
-    for i in range(count)
+    for i, completion in enumerate(texts)
   ]

@@ -4,18 +4,18 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from emapg_jax import masking, optim, sharding, streams
-from emapg_jax.envs.task import score_all
+from emapg_jax import distributed, masking, optim, sharding, streams
 from emapg_jax.rollout import batching
 from emapg_jax.rollout.draw import Sampling
 from emapg_jax.score_step import response_stats
-from emapg_jax.types import RolloutBatch, TrainState
+from emapg_jax.types import PyTree, RolloutBatch, TrainState
 from experiments.build import Run, on_devices
 from experiments.report import say
-from experiments.rollouts import respond
+from experiments.rollouts import respond_and_score
 
 CHECK_EVERY = 20  # supervised steps between looks at the greedy accuracy
 CHECK_ROWS = 512
@@ -52,8 +52,13 @@ def greedy_accuracy(run: Run, params) -> float:
   """Greedy accuracy on some training problems: the evaluation problems must not decide when to stop."""
   rows = np.random.default_rng(0).permutation(len(run.train.problems))[:CHECK_ROWS]
   keys = streams.row_keys(run.config.seed, streams.WARMUP, 0, rows, np.zeros_like(rows))
-  responses = respond(run, run.sampler.prepare(params), run.train, rows, keys, Sampling(temperature=0.0))
-  return float(np.mean(score_all(run.task, responses.problems, responses.texts)))
+  _, scores = respond_and_score(run, run.rollout_weights(params), run.train, rows, keys, Sampling(temperature=0.0))
+  return float(np.mean(scores))
+
+
+@jax.jit
+def _finite(params: PyTree) -> jax.Array:
+  return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
 
 
 def warm_up(run: Run, state: TrainState, stop) -> TrainState:
@@ -73,9 +78,9 @@ def warm_up(run: Run, state: TrainState, stop) -> TrainState:
     params, opt_state, loss = update(params, opt_state, on_devices(run, _demonstrations(run, rng)))
     jax.block_until_ready(loss)  # simulated devices on few cores abort when many collective programs wait for each other
     done += 1
-    if stop.asked:
+    if stop.agreed():
       say("stopped in the supervised warm-up, of which nothing is kept")
-      raise SystemExit(130)
+      raise SystemExit(128 + stop.signal)
     if config.warmup_accuracy and done % CHECK_EVERY == 0:
       accuracy = greedy_accuracy(run, params)
       if accuracy >= config.warmup_accuracy:
@@ -84,7 +89,7 @@ def warm_up(run: Run, state: TrainState, stop) -> TrainState:
       say(f"warm-up step {done}: loss {float(loss):.3f}" + (f", greedy accuracy {accuracy:.3f}" if accuracy is not None else ""))
   if config.warmup_accuracy and (accuracy is None or accuracy < config.warmup_accuracy):
     say(f"warm-up ended at its limit of {done} steps below the greedy accuracy of {config.warmup_accuracy} that was asked for")
-  if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(params))):
+  if not distributed.from_first(bool(_finite(params))):
     raise ValueError(
       f"The supervised warm-up ended with weights that are not finite; lower --warmup_learning_rate={config.warmup_learning_rate}."
     )

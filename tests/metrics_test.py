@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import struct
 import termios
 import time
@@ -184,3 +185,11 @@ def test_workdir_that_can_not_be_made(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError, match=r"The folder of the run, .*file/run, can't be made .*--workdir"):
     metrics.MetricsWriter(str(tmp_path / "file" / "run"))
+
+
+def test_a_folder_that_goes_away_is_an_error(tmp_path):
+  with metrics.MetricsWriter(str(tmp_path / "run")) as writer:
+    writer.write(0, {"x": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(OSError, match=r"metrics.jsonl is gone: something has removed the folder"):
+      writer.write(1, {"x": 1.0})

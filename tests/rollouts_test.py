@@ -26,10 +26,11 @@ class Fake:
     group_size = len(scores[0][0])
     prompts = {"prompts_per_step": len(scores[0]), "group_size": group_size}
     self.config = RunConfig(task="add", max_new_tokens=LONGEST, mini_batches=1, **prompts | changes)
-    self.sampler, self.sampling = types.SimpleNamespace(prepare=lambda params: f"prepared {params}"), "as in training"
+    self.rollout_weights, self.sampling = (lambda params: f"prepared {params}"), "as in training"
+    self.tokenizer = types.SimpleNamespace(decode=lambda ids: str(ids[0]) if ids else "")
     self.train, self.task = None, types.SimpleNamespace(score_batch=self._score)
     self.stream = data.PromptStream(50, seed=0)
-    self.keys, self.laps = [], []
+    self.keys, self.laps, self.texts = [], [], []
     self._scores, self._sampled = [np.ravel(batch) for batch in scores], 0
     self._lengths, self._ended = lengths or [3] * len(self._scores[0]), ended
     monkeypatch.setattr(rollouts, "respond", self._respond)
@@ -49,11 +50,11 @@ class Fake:
       sampling_logp=-np.tile(ids[:, None], (1, LONGEST)).astype(np.float32),
       topk_ids=np.tile(ids[:, None, None], (1, LONGEST, 2)),
       reason=np.where(np.resize(np.asarray(self._ended or [1]), len(rows)), np.resize(["eos", "stop"], len(rows)), "length"),
-      texts=[str(i) for i in ids],
     )
 
   def _score(self, problems, texts):
     assert len(problems) == len(texts)
+    self.texts.append(texts)
     return self._scores.pop(0)
 
   def sample(self):
@@ -70,6 +71,7 @@ def test_without_dynamic_sampling_there_is_one_try_and_every_row_is_kept(monkeyp
   assert groups.kept.tolist() == list(range(6))
   assert run.stream.position == 3
   assert run.laps == ["rollout", "reward"]
+  assert run.texts == [[str(i) for i in range(6)]]
   assert "groups_sampled" not in metrics and "groups_filled" not in metrics
   assert metrics["degenerate"] == 2 / 3
 
@@ -279,7 +281,6 @@ def responses(width, ids):
     sampling_logp=np.tile(-numbers[:, None], (1, 3)).astype(np.float32),
     topk_ids=np.tile(numbers[:, None, None], (1, 3, 2)),
     reason=np.where(numbers % 2 == 0, "eos", "length"),
-    texts=[f"text {i}" for i in ids],
   )
 
 
@@ -296,7 +297,6 @@ def test_join_and_take_keep_every_column_in_step():
   assert taken.length.tolist() == [i % 4 for i in expected]
   np.testing.assert_array_equal(taken.topk_ids[:, 1, 1], expected)
   assert taken.reason.tolist() == ["eos" if i % 2 == 0 else "length" for i in expected]
-  assert taken.texts == [f"text {i}" for i in expected]
   assert [problem.prompt for problem in taken.problems] == [str(i) for i in expected]
   assert (taken.tokens.dtype, taken.sampling_logp.dtype) == (np.int32, np.float32)
 
@@ -306,6 +306,8 @@ def test_a_counter_of_the_task_never_replaces_an_accuracy(monkeypatch):
   run.config, run.eval = types.SimpleNamespace(seed=0, samples_logged=0), types.SimpleNamespace(problems=[1, 2])
   run.eval_sampling = {"sampled": 1, "greedy": 0}
   run.task.metrics = lambda: {"greedy": 77.0, "own": 3.0}
-  monkeypatch.setattr(rollouts, "respond", lambda *args: rollouts.Responses([1, 2], *[np.zeros(2)] * 7, ["a", "b"]))
+  rows, ids = np.zeros(2, int), np.zeros((2, 1), int)
+  answered = rollouts.Responses([1, 2], ids, rows, ids, rows, ids, ids, rows)
+  monkeypatch.setattr(rollouts, "respond", lambda *args: answered)
   found, _ = rollouts.evaluate(run, None, 0)
   assert found == {"eval_sampled": 0.5, "eval_greedy": 1.0, "eval_unscored": 0, "eval_task_greedy": 77.0, "eval_own": 3.0}

@@ -30,7 +30,7 @@ Looked up when present:
   extract(problem, response) -> str | None        the answer that was read from a response, for the sample log
   score_batch(problems, responses) -> sequence    all scores at once, in the order of the responses
   demonstration(problem, rng) -> str              a right response, for supervised warm-up; `rng` is a numpy Generator
-  metrics() -> dict[str, float]                   counters since the last call
+  metrics() -> dict[str, float]                   counters since the last call, summed over processes: counts and sums, no means
   close()                                         frees what the task holds
 """
 
