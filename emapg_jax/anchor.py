@@ -5,6 +5,8 @@
 η is `ema_decay`, the weight KEPT. The update fires after the last optimizer update of an RL step whose number is a multiple of
 `ema_period`, so the KL of RL step t uses the anchor as it stood before step t. η = 1 is a fixed anchor, η = 0 a hard copy every period.
 
+The anchor may lie in the devices' memory or in that of their host; every function here takes either.
+
 The pull is β·KL(policy‖anchor); β, `kl_coef`, is fixed, or follows a target KL by `adapted_kl_coef`.
 
 Source: Zhang and Ba, "EMA Policy Gradient", arXiv 2602.04417.
@@ -21,10 +23,43 @@ from jax import lax
 Array = jax.Array
 PyTree = Any
 
+_PINNED = "pinned_host"
+
 
 def init_anchor(params: PyTree) -> PyTree:
   """A float32 copy of the policy, whatever the dtype of `params`; it shares no buffer with them, so that a donated step can't free it."""
   return jax.tree.map(lambda p: jnp.array(p, dtype=jnp.float32, copy=True), params)
+
+
+def host_shardings(shardings: PyTree) -> PyTree:
+  """The same shardings, in pinned memory of the devices' hosts: an array laid out so takes no device memory.
+
+  Raises:
+    ValueError: the devices can't read such memory.
+  """
+
+  def one(sharding):
+    # One of this process, where it has any: of others' not every backend knows the memories.
+    device = next(iter(sharding.addressable_devices or sharding.device_set))
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _PINNED not in kinds:
+      raise ValueError(
+        f"The anchor can't be kept in {_PINNED} memory (--anchor_memory={_PINNED}): {device.platform} devices ({device.device_kind}) only "
+        f"have {', '.join(kinds) or 'no memory that they name'}. Use --anchor_memory=device."
+      )
+    return sharding.with_memory_kind(_PINNED)
+
+  return jax.tree.map(one, shardings)
+
+
+def _in_memory(x: Array, space: Any) -> Array:
+  # An array that is put where it lies is bound to its device by that, and a program called with it is compiled anew.
+  return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
+
+
+def on_device(tree: PyTree) -> PyTree:
+  """Copies of the arrays that lie in host memory, and the others themselves; traced or not."""
+  return jax.tree.map(lambda x: _in_memory(x, jax.memory.Space.Device), tree)
 
 
 def update_anchor(params: PyTree, ema_params: PyTree, ema_decay: Array | float, step: Array | int, ema_period: Array | int) -> PyTree:
@@ -34,14 +69,14 @@ def update_anchor(params: PyTree, ema_params: PyTree, ema_decay: Array | float, 
 
   Args:
     params: The policy after its last optimizer update of the RL step, any float dtype.
-    ema_params: The anchor before the update, float32, same tree as params.
+    ema_params: The anchor before the update, float32, same tree as params; in whichever memory.
     ema_decay: η in [0, 1], the weight kept; may be traced, and is checked only as a Python number. At 1 the anchor is left alone,
       at 0 it becomes params.
     step: RL steps done, this one included (the first is 1); may be traced.
     ema_period: RL steps between updates, at least 1; may be traced.
 
   Returns:
-    The next anchor, float32, same tree.
+    The next anchor, float32, same tree, in the same memory.
 
   Raises:
     ValueError: a leaf of ema_params is not float32, or ema_decay is a Python number outside [0, 1].
@@ -59,15 +94,18 @@ def update_anchor(params: PyTree, ema_params: PyTree, ema_decay: Array | float, 
 
   def blend(ema_params):
     # In bf16 the increment is less than half a step and the anchor would never move.
-    return optax.incremental_update(jax.tree.map(lambda p: p.astype(jnp.float32), params), ema_params, rate)
+    blended = optax.incremental_update(jax.tree.map(lambda p: p.astype(jnp.float32), params), on_device(ema_params), rate)
+    return jax.tree.map(lambda new, old: _in_memory(new, jax.typeof(old).memory_space), blended, ema_params)
 
+  # Copied within the branch, which needs the updated params: a copy before it would be scheduled to the start of the program, and the
+  # device would hold it through the gradients.
   return lax.cond(fires, blend, lambda ema_params: ema_params, ema_params)
 
 
 def anchor_distance(params: PyTree, ema_params: PyTree) -> Array:
   """‖params − ema_params‖ / ‖params‖ over all leaves, a float32 scalar."""
   params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-  return optax.tree.norm(optax.tree.sub(params, ema_params)) / optax.tree.norm(params)
+  return optax.tree.norm(optax.tree.sub(params, on_device(ema_params))) / optax.tree.norm(params)
 
 
 def half_life(ema_decay: float, ema_period: int) -> float:

@@ -7,15 +7,18 @@ from typing import Any
 import numpy as np
 
 from emapg_jax import losses, optim
-from emapg_jax.presets import ADVANTAGES, ALGORITHMS, CLIPS, GROUP_ADVANTAGES, KL_ESTIMATORS, KL_EXACT, KL_IN_REWARD, KL_TOPK
+from emapg_jax.config_rules import FLOAT32_MAX, FRACTIONS, NOT_NEGATIVE, POSITIVE, USED_ONLY_IF
+from emapg_jax.presets import ADVANTAGES, ALGORITHMS, CLIPS, GROUP_ADVANTAGES, KL_ESTIMATORS, KL_IN_REWARD, KL_TOPK
 
 SWITCH = ("auto", "on", "off")
 DTYPES = ("auto", "float32", "bfloat16")
+BEST_METRICS = ("eval_greedy", "eval_sampled")
 # Flags that may change when a run is resumed: they decide how, how long and how often, not what is computed.
 RUNTIME_FLAGS = frozenset(
   (
-    *("workdir", "steps", "mesh", "micro_batch", "micro_tokens", "rollout_slots", "decode_block", "prefill_chunk", "grading_workers"),
-    *("eval_every", "save_every", "keep_last", "samples_logged", "profile_steps", "override"),
+    *("workdir", "steps", "mesh", "micro_batch", "micro_tokens", "rollout_mesh", "rollout_slots", "decode_block", "prefill_chunk"),
+    *("eval_every", "save_every", "keep_last", "keep_best", "best_metric", "samples_logged", "profile_steps", "override"),
+    *("remat", "anchor_memory", "grading_workers"),
   )
 )
 
@@ -35,6 +38,10 @@ class RunConfig:
     "math", "add, between (embedded, need no model), arithmetic, math, or module:function that returns a Task of your own."
   )
   model_path: str = _field("", "Hugging Face folder (Llama or Qwen2) to start from. Empty: random weights, for embedded tasks.")
+  init_from: str = _field(
+    "", "Folder of another run, or one of its checkpoints (RUN/checkpoints/120): start from its policy, with a fresh optimizer, at step 0."
+  )
+  init_anchor: bool = _field(False, "init_from: take that run's anchor too. Off: the anchor starts as a copy of the policy.")
   train_data: tuple[str, ...] = _field((), "JSONL or parquet files of {problem, answer}, for task math.")
   eval_data: tuple[str, ...] = _field((), "Like train_data, for evaluation; empty: the task's own, or none.")
 
@@ -48,7 +55,7 @@ class RunConfig:
   top_k: int = _field(0, "Sample from this many most likely ids; 0: from all. Above 0 only with truncated_sampling.")
   truncated_sampling: bool = _field(False, "Allow top_p and top_k in training, though ratios and KL assume that every id can be drawn.")
   stop_strings: tuple[str, ...] = _field((), "Texts that end a response and stay in it; with commas between; \\n is a line break.")
-  rollout_slots: int = _field(0, "Sequences decoded at a time, refilled as they end; 0: all of an RL step.")
+  rollout_slots: int = _field(0, "Sequences decoded at a time, on all devices, refilled as they end; 0: an RL step, or what memory holds.")
   decode_block: int = _field(32, "Tokens decoded between looks at ended sequences and stop strings.")
   prefill_chunk: int = _field(512, "Prompt tokens of a sequence prefilled at a time.")
   chat_template: str = _field("", "Chat template (text or file) instead of the tokenizer's own.")
@@ -145,10 +152,19 @@ class RunConfig:
   eval_top_k: int = _field(0, "top_k of sampled evaluation; 0: all ids.")
   save_every: int = _field(20, "RL steps between checkpoints; 0: never.")
   keep_last: int = _field(2, "Checkpoints kept.")
+  keep_best: int = _field(0, "Checkpoints kept beside them: those of the best evaluations, which are saved even between.")
+  best_metric: str = _field("eval_greedy", "keep_best: what is compared; higher is better.", BEST_METRICS)
   samples_logged: int = _field(8, "Completions written to samples.jsonl at each evaluation.")
   mesh: str = _field("data:-1", "Device mesh: AXIS:SIZE of data, fsdp, tensor; -1: what is left.")
+  rollout_mesh: str = _field("auto", "The same devices in sampling: data and tensor; auto: tensor as large as memory asks for.")
   dtype: str = _field("auto", "Of activations and matmuls; auto: float32 on CPU, bfloat16 on accelerators.", DTYPES)
-  remat: bool = _field(True, "Recompute each layer's activations in the backward pass: less memory, a third more work.")
+  param_dtype: str = _field(
+    "float32", "Of the policy's weights; bfloat16 loses updates below 0.2 % of one: nearly all at rates near 1e-6.", optim.MU_DTYPES
+  )
+  anchor_memory: str = _field("device", "Where the anchor lies; pinned_host: copied to devices when read.", ("device", "pinned_host"))
+  remat: str = _field(
+    "full", "What of each layer the backward pass computes again; dots: all but products with weights.", ("full", "dots", "none")
+  )
   profile_steps: str = _field("", "RL steps to write a profile of, as 3-5 or 3; it goes to profile/ in the workdir.")
   override: tuple[str, ...] = _field((), "Flags that may differ from those of the checkpoint that is resumed.")
 
@@ -160,11 +176,11 @@ class RunConfig:
       if value is not None:
         self._check_choice(field.name)
       if isinstance(value, float):
-        self._require(field.name, abs(value) <= _FLOAT32_MAX, "must be a finite number in float32")
+        self._require(field.name, abs(value) <= FLOAT32_MAX, "must be a finite number in float32")
     for names, holds, text in (
-      (_POSITIVE, lambda x: x > 0, "must be above 0"),
-      (_NOT_NEGATIVE, lambda x: x >= 0, "must be at least 0"),
-      (_FRACTIONS, lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
+      (POSITIVE, lambda x: x > 0, "must be above 0"),
+      (NOT_NEGATIVE, lambda x: x >= 0, "must be at least 0"),
+      (FRACTIONS, lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
     ):
       for name in names:
         self._require(name, getattr(self, name) is None or holds(getattr(self, name)), text)
@@ -289,7 +305,7 @@ class RunConfig:
       raise ValueError(f"--kl_iw_low={self.kl_iw_low} lies above --kl_iw_high={self.kl_iw_high}: swap them, or set one to 0 for none.")
 
   def _check_used(self) -> None:
-    for names, used, text in _USED_ONLY_IF:
+    for names, used, text in USED_ONLY_IF:
       if not used(self):
         for name in names:
           default = type(self).__dataclass_fields__[name].default
@@ -334,52 +350,3 @@ class RunConfig:
     if self.kl_topk_ids != "auto":
       return self.kl_topk_ids
     return "anchor" if self.kl.endswith("forward") else "policy"
-
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_POSITIVE = (
-  *("group_size", "epochs", "kl_gain", "critic_clip_norm", "max_refills", "steps", "prompts_per_step", "max_prompt_tokens"),
-  *("max_new_tokens", "temperature", "grading_seconds", "ema_period", "clip_norm", "decode_block", "prefill_chunk", "eval_temperature"),
-  *("mini_batches", "max_bad_steps", "warmup_learning_rate", "warmup_batch", "digits", "hidden_size", "num_layers", "num_heads"),
-  *("eval_problems", "keep_last", "top_p", "eval_top_p"),
-)
-_NOT_NEGATIVE = (
-  *("dual_clip", "tis_cap", "tis_sequence_bound", "kl_target", "decay_steps", "critic_learning_rate", "critic_weight_decay", "value_clip"),
-  *("seed", "grading_workers", "clip_high", "kl_topk", "kl_coef", "kl_iw_low", "kl_iw_high", "learning_rate", "lr_warmup_steps"),
-  *("weight_decay", "micro_batch", "warmup_steps", "eval_every", "save_every", "samples_logged"),
-  *("top_k", "eval_top_k", "rollout_slots", "micro_tokens"),
-)
-_FRACTIONS = (
-  *("overlong_share", "discount", "gae_lambda", "baseline_decay"),
-  *("top_p", "eval_top_p", "clip_low", "ema_decay", "adam_b1", "adam_b2", "warmup_accuracy", "demonstration_noise"),
-)
-
-# Options that would be ignored are refused: (names, whether they are used, when they are not).
-_USED_ONLY_IF = (
-  (("train_data", "eval_data", "answer_mode", "box_instruction"), lambda c: c.task == "math", "unless --task=math"),
-  (("grading_seconds",), lambda c: c.task == "math", "unless --task=math"),
-  (("digits",), lambda c: c.task in ("add", "arithmetic"), "unless --task is add or arithmetic"),
-  (("demonstration_noise",), lambda c: c.task == "add", "unless --task=add"),
-  (("hidden_size", "num_layers", "num_heads"), lambda c: not c.model_path, "with --model_path, whose config.json says it"),
-  (("warmup_accuracy", "warmup_learning_rate", "warmup_batch"), lambda c: c.warmup_steps > 0, "with --warmup_steps=0"),
-  (("chat_template",), lambda c: c.model_path, "without --model_path"),
-  (("eval_temperature", "eval_top_p", "eval_top_k"), lambda c: c.eval_every > 0, "with --eval_every=0"),
-  (("dual_clip",), lambda c: c.policy_loss == "ppo_clip", "unless --policy_loss=ppo_clip"),
-  (("dual_clip",), lambda c: not c.on_policy, "with one update per RL step, in which every ratio is 1"),
-  (("value_clip",), lambda c: c.updates > 1, "with one update per RL step, before which no value has moved"),
-  (("old_logp",), lambda c: c.policy_loss != "reinforce", "with --policy_loss=reinforce, which reads no old log-probabilities"),
-  (("tis_cap", "tis_sequence_bound"), lambda c: c.old_logp == "trainer", "with --old_logp=sampler, which leaves nothing to correct"),
-  (("max_refills",), lambda c: c.dynamic_sampling, "without --dynamic_sampling"),
-  (("discount",), lambda c: c.advantage in ("gae", "reward_to_go"), "unless --advantage is gae or reward_to_go"),
-  (("baseline_decay",), lambda c: c.advantage == "reward_to_go", "unless --advantage=reward_to_go"),
-  (("gae_lambda", "value_clip", "critic_learning_rate"), lambda c: c.uses_critic, "unless --advantage=gae"),
-  (("critic_weight_decay", "critic_clip_norm"), lambda c: c.uses_critic, "unless --advantage=gae"),
-  (("lr_unit",), lambda c: c.lr_warmup_steps or c.decay_steps, "without --lr_warmup_steps or --decay_steps"),
-  (("decay_steps",), lambda c: c.lr_schedule != "constant", "with --lr_schedule=constant"),
-  (("kl_iw_low", "kl_iw_high", "kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl_coef > 0, "with --kl_coef=0"),
-  (("kl_iw_low", "kl_iw_high"), lambda c: not (c.tis_cap and (c.on_policy or c.kl_in_reward)), "with --tis_cap here: every weight is 1"),
-  (("kl_placement", "kl_target"), lambda c: c.kl_coef > 0, "with --kl_coef=0"),
-  (("kl_gain",), lambda c: c.kl_target > 0, "without --kl_target"),
-  (("kl_topk_ids", "kl_topk_approximate"), lambda c: c.kl in KL_TOPK, "unless --kl is a top-k estimator"),
-  (("kl_iw_low", "kl_iw_high"), lambda c: c.kl not in KL_EXACT, "with an exact KL, which has no sampled part"),
-)

@@ -1,6 +1,7 @@
 """The memory plan of a run."""
 
 import math
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -8,40 +9,80 @@ import numpy as np
 from emapg_jax import sharding
 from emapg_jax.micro_batches import read_lengths, rows_that_fit
 from emapg_jax.token_stats import LOGITS_PER_CHUNK
-from experiments.build import Run
+from emapg_jax.types import PyTree
+from experiments.programs import Programs
 
 _LOGITS_COPIES = 4  # arrays as large as the logits that scoring them, its gradient, or a draw holds at once
+_WHILE_UPDATING = ("gradients", "gathered", "top-k")
+_WHILE_SAMPLING = ("rollout weights", "kv cache")
 
 
-def memory_plan(run: Run) -> dict[str, int]:
+def memory_plan(run: Programs) -> dict[str, int]:
   """Bytes per device of what a run keeps or peaks at, from shapes alone: at its longest prompts and responses.
 
   What is kept is exact. Gradients, activations and logits are within a factor of 1.5 of what the compiled programs need, activations of the
-  prefill within 2, where rows are spread over `data`. No program holds all of it at once.
+  prefill within 2, where rows are spread over `data`. No program holds all of it at once, see `at_once`.
   """
-
-  def per_device(tree):
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-  config, model, shards = run.config, run.model_config, sharding.batch_devices(run.mesh)
-  width = 2 if model.dtype == "bfloat16" else 4
+  config, shards = run.config, sharding.batch_devices(run.mesh)
   on_cpu = run.mesh.devices.flat[0].platform == "cpu"  # there XLA computes in float32, and does not fuse the optimizer's update
-  state = run.abstract_state
+  state, width = run.abstract_state, _width(run)
+  numbers = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(state.params))
   return {
-    "params": per_device(state.params),
-    "anchor": per_device(state.ema_params),
-    "initial model": per_device(state.policy) if run.keep_initial else 0,
-    "optimizer": per_device(state.opt_state),
-    "gradients": (4 if on_cpu else 2) * per_device(state.params),
+    "params": _per_device(state.params),
+    "anchor": 0 if _on_host(run) else _per_device(state.ema_params),
+    "initial model": _per_device(state.policy) if run.keep_initial else 0,
+    "optimizer": _per_device(state.opt_state),
+    # Summed in float32, beside those of a micro-batch.
+    "gradients": 16 * numbers if on_cpu else 4 * numbers + _per_device(state.params),
     "activations": _activations(run) * (4 if on_cpu else width),
     "top-k": 3 * config.rows // shards * config.max_new_tokens * run.step_config.topk * 8,
     "logits": _LOGITS_COPIES * 4 * _logits(run),
-    "rollout weights": per_device(state.policy) * width // np.dtype(model.param_dtype).itemsize,
+    "gathered": _gathered(run),
+    "rollout weights": _rollout_weights(run),
     "kv cache": _cached(run) * width,
   }
 
 
-def _forwards(run: Run) -> list[tuple[int, int]]:
+def at_once(plan: dict[str, int]) -> int:
+  """The most of a plan that is there at a time: what only sampling needs is freed before the update makes its own.
+
+  An anchor on the host is on the device while it scores, and again once the gradients are gone, which take more.
+  """
+  phases = [sum(plan[name] for name in names) for names in (_WHILE_UPDATING, _WHILE_SAMPLING)]
+  return sum(plan.values()) - min(phases)
+
+
+def remarks(run: Programs) -> Iterator[str]:
+  """What there is to say beside the plan, a line each."""
+  needed = at_once(memory_plan(run))
+  if run.device_bytes is not None and needed > run.device_bytes:
+    yield (
+      f"warning: {needed / 2**30:.1f} GiB are planned at a time, but a device has {run.device_bytes / 2**30:.1f} GiB: spread the run over "
+      "more devices (--mesh=fsdp:-1), or take less (--micro_batch, --remat=full, --rollout_slots, --anchor_memory=pinned_host)"
+    )
+  for where, model in (("in training", run.model_config), ("in sampling", run.sampler.config)):
+    if model.kv_copies > 1:
+      yield f"{where}, each of the {model.num_kv_heads} key/value heads is on {model.kv_copies} devices of the mesh axis tensor"
+
+
+def host_bytes(run: Programs) -> int:
+  """What the host keeps for each of its devices: the anchor, or nothing."""
+  return _per_device(run.abstract_state.ema_params) if _on_host(run) else 0
+
+
+def _on_host(run: Programs) -> bool:
+  return run.config.anchor_memory == "pinned_host"
+
+
+def _per_device(tree: PyTree) -> int:
+  return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def _width(run: Programs) -> int:
+  return 2 if run.model_config.dtype == "bfloat16" else 4
+
+
+def _forwards(run: Programs) -> list[tuple[int, int]]:
   """(sequences, response tokens of each) on a device, for every size of a training step's forward."""
   config, step = run.config, run.step_config
   whole = math.ceil(step.micro_batch / (sharding.batch_devices(run.mesh) * step.prompt_rows)) * step.prompt_rows
@@ -51,35 +92,54 @@ def _forwards(run: Run) -> list[tuple[int, int]]:
   return [(min(whole, rows_that_fit(config.max_prompt_tokens, t, config.micro_tokens, step)), t) for t in lengths]
 
 
-def _activations(run: Run) -> int:
+def _activations(run: Programs) -> int:
   """Numbers: in the gradient of a forward, or where that is more, in the prefill."""
   config, model, tensor = run.config, run.model_config, run.mesh.shape["tensor"]
-  # Of a token: what one layer works with in its gradient, and about what each keeps for it without remat; with remat, its input.
-  layer = (16 * model.hidden_size + 6 * model.intermediate_size) // tensor
-  kept = model.num_layers * (model.hidden_size if model.remat else layer)
+  # Of a token: what one layer works with in its gradient, which is about what each keeps where nothing is computed again.
+  working = (16 * model.hidden_size + 6 * model.intermediate_size) // tensor
+  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+  products = (heads + model.hidden_size + 2 * model.intermediate_size) // tensor
+  kept = model.num_layers * {"none": working, "dots": model.hidden_size + products, "full": model.hidden_size}[model.remat]
   # The critic reads each sequence with a prompt of its own. One layer is worked on at a time.
   groups = (run.step_config.prompt_rows, 1) if config.uses_critic else (run.step_config.prompt_rows,)
 
   def trained(rows, response):
     tokens = [rows // prompt_rows * config.max_prompt_tokens + rows * response for prompt_rows in groups]
-    return sum(tokens) * kept + max(tokens) * layer
+    return sum(tokens) * kept + max(tokens) * working
 
-  prompts = run.sampler.prompts // sharding.batch_devices(run.mesh)
-  prefilled = prompts * min(config.prefill_chunk, config.max_prompt_tokens) * layer // 3
+  layout = run.sampler.layout
+  prefilled = run.sampler.prompts // layout.shards * min(config.prefill_chunk, config.max_prompt_tokens)
+  prefilled *= (16 * model.hidden_size + 6 * model.intermediate_size) // (3 * layout.mesh.shape["tensor"])
   return max(prefilled, *(trained(*forward) for forward in _forwards(run)))
 
 
-def _logits(run: Run) -> int:
+def _logits(run: Programs) -> int:
   """The logits that are held at a time: of a chunk in training, of a token of each slot in decoding."""
-  vocab, slots = run.model_config.vocab_size, run.sampler.slots // sharding.batch_devices(run.mesh)
+  vocab, layout = run.model_config.vocab_size, run.sampler.layout
   columns = vocab // run.mesh.shape["tensor"]
   chunks = (max(rows, min(rows * response, LOGITS_PER_CHUNK // columns)) for rows, response in _forwards(run))
-  return max(max(chunks) * columns, slots * vocab)  # a draw is from whole rows
+  return max(max(chunks) * columns, run.sampler.slots // layout.devices * vocab)  # a draw is from whole rows
 
 
-def _cached(run: Run) -> int:
+def _rollout_weights(run: Programs) -> int:
+  weights = jax.tree.leaves(run.prepare.shape(run.abstract_state.policy))
+  layouts = jax.tree.leaves(run.rollout_shardings)
+  return sum(math.prod(layout.shard_shape(a.shape)) * a.dtype.itemsize for a, layout in zip(weights, layouts, strict=True))
+
+
+def _gathered(run: Programs) -> int:
+  """Of parameters spread over fsdp: those of the head, or of a layer, whole for the time they are used, and their gradient."""
+  if run.mesh.shape["fsdp"] == 1:
+    return 0
+  model, policy = run.model_config, run.abstract_state.policy
+  head = model.vocab_size * model.hidden_size
+  layer = sum(a.size for a in jax.tree.leaves(policy["layers"])) // model.num_layers
+  return max(head, layer) // run.mesh.shape["tensor"] * (_width(run) + np.dtype(model.param_dtype).itemsize)
+
+
+def _cached(run: Programs) -> int:
   """Numbers in the KV cache of the slots and in that of the prefilled prompts."""
-  config, model = run.config, run.model_config
-  heads = model.num_kv_heads // run.mesh.shape["tensor"]
+  config, model, layout = run.config, run.sampler.config, run.sampler.layout
   positions = run.sampler.slots * (config.max_prompt_tokens + config.max_new_tokens) + run.sampler.prompts * config.max_prompt_tokens
-  return positions // sharding.batch_devices(run.mesh) * model.num_layers * 2 * heads * model.head_dim
+  heads = model.num_kv_heads * model.kv_copies // layout.mesh.shape["tensor"]
+  return positions // layout.shards * model.num_layers * 2 * heads * model.head_dim

@@ -78,7 +78,7 @@ def tokenizer_and_model(config: RunConfig, task: Task) -> tuple[Any, decoder.Dec
   if config.model_path:
     if hasattr(task, "tokenizer"):
       raise ValueError(f"--task={config.task} brings its own tokenizer and can't use --model_path={config.model_path}: leave that out.")
-    model_config = hf.read_config(config.model_path, dtype=dtype, remat=config.remat)
+    model_config = hf.read_config(config.model_path, dtype=dtype, param_dtype=config.param_dtype, remat=config.remat)
     longest = config.max_prompt_tokens + config.max_new_tokens
     if longest > model_config.max_positions:
       raise ValueError(
@@ -100,5 +100,6 @@ def tokenizer_and_model(config: RunConfig, task: Task) -> tuple[Any, decoder.Dec
     head_dim=config.hidden_size // config.num_heads,
     max_positions=config.max_prompt_tokens + config.max_new_tokens,
     dtype=dtype,
+    param_dtype=config.param_dtype,
     remat=config.remat,
   )

@@ -43,6 +43,33 @@ def test_rate_is_one_minus_decay(strict_dtypes, on_mesh):
       assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_host_memory_changes_no_bit(dtype):
+  shardings = {"a": NamedSharding(mesh_2x4(), P("data", "fsdp")), "b": {"c": NamedSharding(mesh_2x4(), P("fsdp"))}}
+  on_host = anchor.host_shardings(shardings)
+  keys = iter(jax.random.split(jax.random.key(0), 4))
+  params = jax.device_put(jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, dtype), tree(0.0)), shardings)
+  ema_params = jax.device_put(jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), tree(0.0)), shardings)
+
+  def step(params, ema_params, n):
+    ema_params = anchor.update_anchor(params, ema_params, jnp.float32(0.7), n, 2)
+    return ema_params, anchor.anchor_distance(params, ema_params)
+
+  moved = jax.device_put(ema_params, on_host)
+  assert all(sharding.memory_kind == "pinned_host" for sharding in jax.tree.leaves(on_host)), "else both would be donated the same arrays"
+  update, update_on_host = (jax.jit(step, out_shardings=(layout, None), donate_argnums=1) for layout in (shardings, on_host))
+  for n in (1, 2, 3):
+    ema_params, distance = update(params, ema_params, n)
+    moved, distance_on_host = update_on_host(params, moved, n)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(moved)} == {"pinned_host"}
+    found = anchor.on_device(moved)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(ema_params)):
+      assert x.sharding == y.sharding
+      np.testing.assert_array_equal(x, y)
+    assert distance_on_host == distance
+  assert all(x is y for x, y in zip(jax.tree.leaves(anchor.on_device(found)), jax.tree.leaves(found))), "nothing is copied twice"
+
+
 def test_bf16_policy_keeps_a_float32_anchor(strict_dtypes):
   # 2 − 0.999¹⁰⁰⁰ = 1.6323. In bf16 the step of 0.001 is below half the spacing of 1/128 and the anchor would stay at 1.
   params, ema_params = tree(2.0, jnp.bfloat16), anchor.init_anchor(tree(1.0, jnp.bfloat16))

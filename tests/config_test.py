@@ -108,6 +108,14 @@ from experiments.estimators import ESTIMATORS
     ({"lr_schedule": "cosine", "decay_steps": 199, "lr_unit": "update"}, r"--steps=100 makes 200 steps of the learning-rate schedule"),
     ({"decay_steps": 100}, r"--decay_steps=100 has no effect with --lr_schedule=constant"),
     ({"lr_unit": "update"}, r"--lr_unit=update has no effect without --lr_warmup_steps or --decay_steps"),
+    ({"keep_best": -1}, r"--keep_best=-1 must be at least 0"),
+    ({"keep_best": 1, "eval_every": 0}, r"--keep_best=1 has no effect with --eval_every=0 or --save_every=0"),
+    ({"keep_best": 1, "save_every": 0}, r"--keep_best=1 has no effect with --eval_every=0 or --save_every=0"),
+    ({"best_metric": "eval_sampled"}, r"--best_metric=eval_sampled has no effect with --keep_best=0"),
+    ({"keep_best": 1, "best_metric": "eval_sample"}, r"--best_metric=eval_sample is unknown. Did you mean 'eval_sampled'\?"),
+    ({"init_anchor": True}, r"--init_anchor=True has no effect without --init_from"),
+    ({"init_from": "a", "init_anchor": True, "kl_coef": 0.0, "ema_decay": 1.0}, r"--init_anchor=True has no effect without an anchor"),
+    ({"init_from": "a", "warmup_steps": 5}, r"--warmup_steps=5 has no effect with --init_from, whose weights are where the run starts"),
     ({"adam_mu_dtype": "bfloat16", "adam_b1": 0.99}, r"--adam_b1=0.99 is too slow for a bfloat16 moment"),
   ],
 )
@@ -214,7 +222,7 @@ def test_anchor_is_kept_when_something_could_read_it():
 
 
 def test_flagfile_repeats_the_run(tmp_path):
-  config = RunConfig(task="math", steps=7, remat=False, train_data=("a.jsonl", "b.parquet"), kl_coef=1e-7, mesh="data:2,fsdp:-1")
+  config = RunConfig(task="math", steps=7, remat="none", train_data=("a.jsonl", "b.parquet"), kl_coef=1e-7, mesh="data:2,fsdp:-1")
   flags.write(config, tmp_path / "flags.txt")
   code = (
     "import sys; from absl import flags as f; from experiments import flags; flags.define(); f.FLAGS(sys.argv); print(repr(flags.read()))"

@@ -128,8 +128,11 @@ PERTURBED = {
   "eval_problems": ("evaluation", 10, {}),
   "samples_logged": ("evaluation", 3, {}),
   "mesh": ("mesh", "data:4,fsdp:2", {}),
+  "rollout_mesh": ("rollout_mesh", "data:4,tensor:2", {"hidden_size": 12}),
   "dtype": ("model", "bfloat16", {}),
-  "remat": ("model", False, {}),
+  "remat": ("model", "none", {}),
+  "param_dtype": ("state", "bfloat16", {}),
+  "anchor_memory": ("state", "pinned_host", {}),
 }
 # Refused where it acts: the changed value, and the text of the error.
 REFUSED = {"overlong_prompts": ("error", r"1 of 3 prompts are longer than 128 tokens", MATH)}
@@ -139,6 +142,10 @@ ELSEWHERE = {
   "steps": "when a run ends: run_test, test_what_a_run_leaves",
   "save_every": "which checkpoints there are: run_test, test_what_a_run_leaves",
   "keep_last": "which of them stay: checkpoint_test",
+  "keep_best": "which of them stay beside those, and are saved when none is due: retention_test",
+  "best_metric": "by what: retention_test, test_the_best_survive_a_resume_and_another_metric_has_its_own_best",
+  "init_from": "where the weights come from: init_from_test, all of it",
+  "init_anchor": "and the anchor's: init_from_test, test_a_given_checkpoint_with_its_anchor",
   "truncated_sampling": "whether top_p and top_k are accepted: config_test, test_refused",
   "profile_steps": "which steps are traced: profiling_test",
   "override": "what may differ on resume: checkpoint_test, test_override_accepts_what_it_names_and_only_that",
@@ -221,7 +228,6 @@ def responses(run, count):
     sampling_logp=-np.ones(tokens.shape, np.float32),
     topk_ids=np.zeros((*tokens.shape, 0), np.int32),
     reason=np.where(length < run.config.max_new_tokens, "eos", "length"),
-    texts=["1"] * count,
   )
 
 
@@ -241,7 +247,7 @@ class Flat:
   def __init__(self, run, monkeypatch):
     self.calls = []
     monkeypatch.setattr(rollouts, "respond", self._respond)
-    monkeypatch.setattr(run.sampler, "prepare", lambda params: params)
+    monkeypatch.setattr(type(run), "rollout_weights", lambda run, params: params)
     monkeypatch.setattr(rollouts, "score_all", lambda task, problems, texts: np.zeros(len(texts)))
 
   def _respond(self, run, weights, prompts, rows, keys, sampling):
@@ -298,7 +304,7 @@ def demonstrations(run):
 def warmed_up(run, monkeypatch):
   monkeypatch.setattr(warmup, "CHECK_EVERY", 1)
   monkeypatch.setattr(warmup, "greedy_accuracy", lambda run, params: 0.5)
-  return plain(warmup.warm_up(run, new_state(run), types.SimpleNamespace(asked=False)).params)
+  return plain(warmup.warm_up(run, new_state(run), types.SimpleNamespace(agreed=lambda: False)).params)
 
 
 def sampler(run):
@@ -320,9 +326,10 @@ ASK = {
   "optimizer": optimizer,
   "lr_scales": lambda run: [plain(run.lr_scales(step)) for step in (1, 2, 150)],
   "hyper": lambda run: plain(rl_step.hyper(run, HostState(), 1)),
-  "state": lambda run: [(a.shape, str(a.dtype), str(a.sharding.spec)) for a in jax.tree.leaves(run.abstract_state)],
+  "state": lambda run: [(a.shape, str(a.dtype), str(a.sharding.spec), a.sharding.memory_kind) for a in jax.tree.leaves(run.abstract_state)],
   "model": lambda run: run.model_config,
   "mesh": lambda run: dict(run.mesh.shape),
+  "rollout_mesh": lambda run: dict(run.team.mesh.shape),
   "prompts": lambda run: (run.train.fingerprint(), run.train.tokens),
   "sampler": sampler,
   "sampling": lambda run: (run.sampling, run.eval_sampling),

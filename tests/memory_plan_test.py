@@ -1,20 +1,22 @@
 """The memory plan against the arrays that a run makes and the temporaries of the programs that it compiles."""
 
-import functools
+import dataclasses
 import types
 
 import jax
 import numpy as np
 import pytest
 
-from emapg_jax import streams
+from emapg_jax import sharding, streams
 from emapg_jax.config import RunConfig
 from emapg_jax.data import Problem
 from emapg_jax.envs.embedded import SymbolTokenizer
+from emapg_jax.models import decoder
 from emapg_jax.rollout import batching
 from emapg_jax.types import Hyper
-from experiments import build
-from experiments.memory_plan import memory_plan
+from experiments import build, report
+from experiments.memory_plan import at_once, host_bytes, memory_plan, remarks
+from experiments.programs import programs
 
 
 def task(vocab):
@@ -68,11 +70,11 @@ def check(run, name, beside=0):
   [
     {},
     {"num_layers": 8, "micro_batch": 2},
-    {"remat": False, "dtype": "bfloat16"},
-    {"shared_prefix": "on", "remat": False},
-    {"advantage": "gae", "shared_prefix": "on", "remat": False},
+    {"remat": "none"},
+    {"num_layers": 8, "shared_prefix": "on", "remat": "dots"},
+    {"advantage": "gae", "shared_prefix": "on", "remat": "none"},
     {"micro_tokens": 600, "prompts_per_step": 32},
-    {"mesh": "data:4,tensor:2", "remat": False},
+    {"mesh": "data:4,tensor:2", "remat": "none"},
   ],
   ids=str,
 )
@@ -92,27 +94,43 @@ def test_logits_of_the_training_step(changes):
   check(run, "logits")
 
 
-def test_gradients_of_the_training_step():
-  check(make(hidden_size=256, max_prompt_tokens=8, max_new_tokens=2), "gradients")
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_gradients_of_the_training_step(param_dtype):
+  check(make(hidden_size=256, max_prompt_tokens=8, max_new_tokens=2, param_dtype=param_dtype), "gradients")
+
+
+def few_kv_heads(**changes):
+  """Programs of a model whose two key/value heads are fewer than the devices for a row of samples."""
+  sizes = {"prompts_per_step": 8, "group_size": 4, "max_prompt_tokens": 16, "max_new_tokens": 16, "mini_batches": 1, "kl_topk": 4}
+  config = RunConfig(task="add", rollout_mesh="data:2,tensor:4", dtype="bfloat16", **(sizes | changes))
+  shape = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 4}
+  model = decoder.DecoderConfig(**shape, max_positions=32, dtype="bfloat16", param_dtype=config.param_dtype)
+  mesh = sharding.make_mesh("data:2,fsdp:2,tensor:2")
+  return programs(config, model, mesh, longest_prompt=16, eos_ids=(3,), pad_id=0, keep_initial=True, device_bytes=2**30)
 
 
 def key():
   return streams.stream_key(0, streams.INIT)
 
 
+def new_state(run):
+  shardings = jax.tree.map(lambda a: a.sharding, run.abstract_state)
+  return jax.jit(lambda key: run.fresh_state(decoder.init_params(run.model_config, key)), out_shardings=shardings)(key())
+
+
 def sampler_arrays(run):
   """Parameters as sampling reads them, empty slots, and the empty cache of prompts, at their longest."""
-  config = run.config
-  slots = run.sampler._empty_slots(config.max_prompt_tokens + config.max_new_tokens, key())
-  return run.sampler.prepare(build.new_state(run).policy), slots, run.sampler._empty_prompts(config.max_prompt_tokens)
+  config, sampler = run.config, run.sampler
+  slots = sampler._empty_slots(config.max_prompt_tokens + config.max_new_tokens, str(jax.random.key_impl(key())))
+  return run.rollout_weights(new_state(run).policy), slots, sampler._empty_prompts(config.max_prompt_tokens)
 
 
 def test_logits_of_decoding():
   sizes = {"hidden_size": 16, "num_layers": 1, "max_prompt_tokens": 16, "max_new_tokens": 2, "micro_batch": 1}
   run = make("wide", prompts_per_step=16, kl_topk_ids="anchor", **sizes)
   params, slots, _ = sampler_arrays(run)
-  decode = functools.partial(run.sampler._decode._jitted.lower, sampling=run.sampling, visible=18)
-  temporaries = decode(params, slots, np.ones(64, bool)).compile().memory_analysis().temp_size_in_bytes
+  decode = run.sampler._decode.lower(params, slots, np.ones(64, bool), sampling=run.sampling, visible=18)
+  temporaries = decode.compile().memory_analysis().temp_size_in_bytes
   # 8 slots a device; in training, 2 tokens of one row.
   assert memory_plan(run)["logits"] == 4 * 4 * 8 * 4096
   assert 1 / 1.5 < temporaries / memory_plan(run)["logits"] < 1.5
@@ -121,23 +139,66 @@ def test_logits_of_decoding():
 def test_activations_of_the_prefill():
   run = make(prompts_per_step=64, group_size=2, max_new_tokens=2, micro_batch=1, prefill_chunk=64)
   params, _, cache = sampler_arrays(run)
-  lowered = run.sampler._prefill._jitted.lower(params, cache, np.zeros((64, 64), np.int32), np.int32(0))
+  lowered = run.sampler._prefill.lower(params, cache, np.zeros((64, 64), np.int32), np.zeros(64, np.int32))
   assert 1 / 2 < lowered.compile().memory_analysis().temp_size_in_bytes / memory_plan(run)["activations"] < 2
 
 
-def test_what_is_kept_is_exact():
-  run = make(mesh="data:2,fsdp:2,tensor:2", keep_initial="on", advantage="gae")
-  plan, state = memory_plan(run), build.new_state(run)
+@pytest.mark.parametrize("changes", [{"advantage": "gae"}, {"param_dtype": "bfloat16", "anchor_memory": "pinned_host"}], ids=str)
+def test_what_is_kept_is_exact(changes):
+  run = few_kv_heads(**changes)
+  plan, state = memory_plan(run), new_state(run)
   params, slots, prompts = sampler_arrays(run)
 
-  def held(tree):
-    return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
+  def held(tree, memory="device"):
+    return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree) if a.sharding.memory_kind == memory)
 
   found = {"params": held(state.params), "anchor": held(state.ema_params), "optimizer": held(state.opt_state)}
   found |= {"initial model": held(state.policy), "rollout weights": held(params), "kv cache": held((slots.cache, prompts))}
   assert {name: plan[name] for name in found} == found
+  assert host_bytes(run) == held(state, "pinned_host")
+  assert (plan["anchor"] == 0) == (host_bytes(run) > 0) == ("anchor_memory" in changes)
 
 
 def test_what_a_run_lacks_takes_nothing():
   plan = memory_plan(make(kl_coef=0.0, ema_decay=1.0))
-  assert plan["anchor"] == plan["initial model"] == plan["top-k"] == 0
+  assert plan["anchor"] == plan["initial model"] == plan["top-k"] == plan["gathered"] == 0
+
+
+def test_what_is_never_there_at_a_time():
+  kept = {"params": 1, "optimizer": 2, "activations": 4}
+  assert at_once(kept | {"gradients": 10, "gathered": 20, "top-k": 40, "rollout weights": 30, "kv cache": 10}) == 7 + 70
+  assert at_once(kept | {"gradients": 10, "gathered": 20, "top-k": 40, "rollout weights": 90, "kv cache": 10}) == 7 + 100
+
+
+def test_remarks_beside_the_plan():
+  run = few_kv_heads()
+  copied = "in sampling, each of the 2 key/value heads is on 2 devices of the mesh axis tensor"
+  assert list(remarks(run)) == [copied], "in training there is a head for each of the two devices"
+  needed = at_once(memory_plan(run))
+  assert list(remarks(dataclasses.replace(run, device_bytes=needed))) == [copied]
+  beyond, _ = remarks(dataclasses.replace(run, device_bytes=needed - 1))
+  assert beyond.startswith("warning: 0.0 GiB are planned at a time, but a device has 0.0 GiB")
+
+
+@pytest.mark.parametrize(
+  ("changes", "lines"),
+  [
+    (
+      {"micro_batch": 2, "anchor_memory": "pinned_host"},
+      ("2 sequences per device; computed again in the backward pass: each layer", "KiB for the anchor"),
+    ),
+    ({"micro_tokens": 600, "remat": "none"}, ("600 tokens per device; computed again in the backward pass: nothing",)),
+  ],
+  ids=str,
+)
+def test_what_the_header_says(changes, lines, tmp_path, capsys):
+  report.header(make(**changes), tmp_path)
+  said = capsys.readouterr().out.splitlines()
+  for line in lines:
+    assert sum(text.endswith(line) for text in said) == 1
+
+
+def test_devices_without_pinned_memory_are_refused_at_once(monkeypatch):
+  monkeypatch.setattr(type(jax.devices()[0]), "addressable_memories", lambda device: device.default_memory() and [device.default_memory()])
+  with pytest.raises(ValueError, match=r"--anchor_memory=pinned_host\): cpu devices \(cpu\) only have device\. Use --anchor_memory=device"):
+    make(anchor_memory="pinned_host")
