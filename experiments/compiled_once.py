@@ -36,3 +36,11 @@ class CompiledOnce:
       warnings.warn(f"{self._name} was compiled again for shapes it had been compiled for", RuntimeWarning, stacklevel=2)
     self.shapes.add(shapes)
     return result
+
+  def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
+    """What `jax.jit` gives by this name: to compile for devices that are not there."""
+    return self._jitted.lower(*args, **named)
+
+  def shape(self, *args: Any, **named: Any) -> Any:
+    """Shapes of the result."""
+    return self._jitted.eval_shape(*args, **named)
