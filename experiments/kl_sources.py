@@ -54,9 +54,9 @@ def load(model_path: str, ref_model_path: str, text: str, positions: int, seed: 
   Raises:
     ValueError: if a folder is not a usable model, the two differ in shape or not at all, or the text has fewer tokens than `positions`.
   """
-  config = hf.read_config(model_path, remat=False)
+  config = hf.read_config(model_path, remat="none")
   if ref_model_path:
-    _check_same(model_path, config, ref_model_path, hf.read_config(ref_model_path, remat=False))
+    _check_same(model_path, config, ref_model_path, hf.read_config(ref_model_path, remat="none"))
   ids = tokenizer.ChatTokenizer(model_path).encode_prompt(text, chat=False)[: min(MAX_TEXT_TOKENS, config.max_positions)]
   if len(ids) < positions:
     raise ValueError(

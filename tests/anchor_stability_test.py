@@ -27,7 +27,7 @@ TINY = decoder.DecoderConfig(
   num_kv_heads=1,
   head_dim=2,
   max_positions=16,
-  remat=False,
+  remat="none",
 )
 
 

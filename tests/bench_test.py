@@ -132,7 +132,7 @@ def test_flags():
   found = read(*(f"--case={case}" for case in cases), "--tokens=5", "--repeats=3", "--dtype=bfloat16", "--seq=4,6")
   assert found == settings.Settings(case=cases, tokens=5, repeats=3, dtype="bfloat16", seq=(4, 6))
   for argument, message in (
-    ("--arch=qwen2.5-1b", r"--arch 'qwen2.5-1b' is unknown. Did you mean qwen2.5-1.5b"),
+    ("--arch=qwen2.5-05b", r"--arch 'qwen2.5-05b' is unknown. Did you mean qwen2.5-0.5b"),
     ("--dtype=float16", "Did you mean (b?)float"),
     ("--sampler_case=groups", "Did you mean group"),
     ("--prompts=8,0", "--prompts=0 must be at least 1"),

@@ -25,7 +25,7 @@ from emapg_jax.step_config import StepConfig
 from emapg_jax.train_step import init_state, train_step
 from emapg_jax.types import Hyper, PyTree, RolloutBatch, TrainState
 from experiments.estimators import ESTIMATORS
-from experiments.loop import score_batch
+from experiments.rl_step import score_batch
 from experiments.sequence_kl import enumerate_responses
 
 VOCAB, LENGTH, HIDDEN, PROMPT = 3, 3, 4, 2

@@ -89,6 +89,22 @@ def test_published_settings(monkeypatch):
   assert best == dataclasses.replace(paper, kl="topk_reverse", kl_topk=32)
 
 
+def test_published_settings_of_the_later_stages(monkeypatch):
+  monkeypatch.chdir(flags.QUICKSTART.parent.parent.parent)
+  stages = {
+    (kind, length): parse(f"--flagfile=experiments/flags/math_{kind}_{length}.flags", cls=RunConfig)
+    for kind in ("paper", "baseline", "best")
+    for length in ("8k", "16k", "24k")
+  }
+  first = stages["paper", "8k"]
+  later = dataclasses.replace(first, seed=986, mask_truncated=False, steps=800)
+  assert stages["paper", "16k"] == dataclasses.replace(later, max_new_tokens=16384)
+  assert stages["paper", "24k"] == dataclasses.replace(later, max_new_tokens=24576)
+  for length in ("16k", "24k"):
+    assert stages["baseline", length] == dataclasses.replace(stages["paper", length], ema_decay=1.0)
+    assert stages["best", length] == dataclasses.replace(stages["paper", length], kl="topk_reverse", kl_topk=32)
+
+
 def test_help_of_the_program_shows_every_flag():
   values = FlagValues()
   flags.define(Toy, values)

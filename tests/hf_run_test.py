@@ -4,8 +4,10 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import pytest
 
+from emapg_jax.checkpoint import Checkpointer
 from emapg_jax.config import RunConfig
 from experiments import loop
 from experiments.build import build
@@ -26,7 +28,7 @@ SMALL = RunConfig(
   eval_every=2,
   eval_problems=6,
   save_every=0,
-  remat=False,
+  remat="none",
 )
 
 
@@ -82,9 +84,16 @@ def test_a_users_own_task(tmp_path):
   assert samples[0]["answer"] in ("odd", "even")
 
 
-def test_bfloat16_activations(tmp_path):
-  """Weights, anchor and moments stay float32; the trainer's log-probs are near the sampler's, not equal to them."""
-  _, lines, _ = run(tmp_path, task="tests.parity:make", eval_every=0, dtype="bfloat16", learning_rate=1e-5)
+def test_bfloat16_activations_and_parameters(tmp_path):
+  """Anchor and moments stay float32, in the checkpoint too; the trainer's log-probs are near the sampler's, not equal to them."""
+  built, lines, _ = run(
+    tmp_path, task="tests.parity:make", eval_every=0, save_every=2, dtype="bfloat16", param_dtype="bfloat16", learning_rate=1e-3
+  )
+  with Checkpointer(str(tmp_path / "checkpoints"), 1) as checkpointer:
+    state, _ = checkpointer.restore_latest(built.abstract_state)
+  dtypes = [{str(x.dtype) for x in jax.tree.leaves(tree)} for tree in (state.params, state.ema_params, state.opt_state)]
+  assert dtypes == [{"bfloat16"}, {"float32"}, {"float32", "int32"}]
+  assert lines[2]["anchor_distance"] > 0
   assert lines[1]["ratio"] == pytest.approx(1, abs=0.05)
   assert 0 < abs(lines[1]["sampler_ratio"] - 1) < 0.05
 

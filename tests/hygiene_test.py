@@ -12,7 +12,20 @@ CODE = LIBRARY + sorted((ROOT / "experiments").rglob("*.py"))
 
 # A module may import from its own layer and from later ones.
 LAYERS = (
-  {"rollout", "train_step", "score_step", "step_config", "micro_batches", "envs", "checkpoint", "config", "metrics"},
+  {
+    "rollout",
+    "train_step",
+    "score_step",
+    "step_config",
+    "micro_batches",
+    "envs",
+    "checkpoint",
+    "checkpoint_files",
+    "stored_tree",
+    "config",
+    "config_rules",
+    "metrics",
+  },
   {
     "losses",
     "token_stats",
@@ -23,6 +36,7 @@ LAYERS = (
     "optim",
     "models",
     "sharding",
+    "distributed",
     "streams",
     "data",
     "presets",

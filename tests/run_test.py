@@ -119,7 +119,7 @@ def test_kl_whose_ids_are_the_anchors_or_none(kl, tmp_path):
 @pytest.mark.crash
 def test_resume_is_bit_exact_twice(whole, tmp_path):
   _, state, host, lines = whole
-  run(dataclasses.replace(TINY, steps=3), tmp_path)
+  run(dataclasses.replace(TINY, steps=3, anchor_memory="pinned_host"), tmp_path)
   resumed, resumed_host, resumed_lines = run(TINY, tmp_path)
   chex.assert_trees_all_equal(resumed, state)
   assert dataclasses.replace(resumed_host, flags={}) == dataclasses.replace(host, flags={})
@@ -157,10 +157,10 @@ def test_resume_with_another_setting_is_refused_unless_overridden(tmp_path):
   assert host.flags["kl_coef"] == "0.5"
 
 
-def test_mesh_may_change_on_resume(tmp_path):
+def test_mesh_and_memory_of_the_anchor_may_change_on_resume(tmp_path):
   short = dataclasses.replace(TINY, steps=1, eval_every=0, save_every=1, warmup_steps=5, mesh="data:8")
   run(short, tmp_path)
-  state, _, lines = run(dataclasses.replace(short, steps=2, mesh="data:2,fsdp:2,tensor:2"), tmp_path)
+  state, _, lines = run(dataclasses.replace(short, steps=2, mesh="data:2,fsdp:2,tensor:2", anchor_memory="pinned_host"), tmp_path)
   assert int(state.step) == 2
   assert [line["step"] for line in lines] == [0, 1, 2]
 
@@ -189,7 +189,8 @@ def test_compilations_are_counted(compiles):
   ("changes", "text"),
   [
     ({"kl_topk": 17}, r"--kl_topk=17 exceeds the vocabulary of 16"),
-    ({"micro_batch": 3, "mesh": "data:1,fsdp:1,tensor:8"}, r"does not split into 2 mini-batches of micro-batches of 3"),
+    ({"micro_batch": 3, "mesh": "data:4,tensor:2"}, r"does not split into 2 mini-batches of micro-batches of 12"),
+    ({"mesh": "tensor:8"}, r"2 heads that share 2 key/value heads can't be spread over 8 devices"),
     ({"prompts_per_step": 3}, r"= 12 sequences can't be spread over 8 devices"),
     ({"max_prompt_tokens": 3}, r"no prompt is left"),
     ({"task": "ad", "digits": 2}, r"--task=ad is unknown"),

@@ -12,10 +12,10 @@ from experiments.bench.settings import Settings
 def decoder_config(settings: Settings, longest: int) -> decoder.DecoderConfig:
   """The architecture of --arch or --model_path; ValueError when it has fewer positions than `longest`."""
   if settings.model_path:
-    config = hf.read_config(settings.model_path, dtype=settings.dtype, remat=settings.remat)
+    config = hf.read_config(settings.model_path, dtype=settings.dtype, remat="full" if settings.remat else "none")
   else:
     fields = ARCHITECTURES[settings.arch] | ({"num_layers": settings.layers} if settings.layers else {})
-    config = decoder.DecoderConfig(**fields, dtype=settings.dtype, remat=settings.remat)
+    config = decoder.DecoderConfig(**fields, dtype=settings.dtype, remat="full" if settings.remat else "none")
   if longest > config.max_positions:
     raise ValueError(
       f"Sequences of {longest} tokens were asked for, but {settings.model_path or settings.arch} has {config.max_positions} positions: "
