@@ -101,7 +101,7 @@ def test_moments_and_anchor_are_divided_as_weights_are(mesh):
 
 
 def rollout_calls(run):
-  return inputs.sampling(run, run.prepare.shape(run.abstract_state.policy), run.rollout_shardings)
+  return inputs.sampling(run)
 
 
 @pytest.mark.parametrize("rollout_mesh", ["auto", "data:4,tensor:2", "data:2,tensor:4"])
