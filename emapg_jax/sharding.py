@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -66,7 +67,11 @@ def make_mesh(spec: str, devices: list[jax.Device] | None = None) -> Mesh:
   """The mesh of a spec, see `mesh_sizes`."""
   devices = jax.devices() if devices is None else devices
   sizes = mesh_sizes(spec, len(devices))
-  return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
+  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
+  try:
+    return jax.make_mesh(shape, AXES, devices=devices, axis_types=types)
+  except NotImplementedError:  # an axis is only a part of one of a TPU slice: tensor:2 on v6e:4x4
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
 
 
 def batch_devices(mesh: Mesh) -> int:

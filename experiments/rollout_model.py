@@ -94,7 +94,7 @@ def _choose(
     if fitting >= wanted:
       return tensor, wanted
     found.append((fitting, tensor, weights, slot))
-  slots, tensor, weights, slot = max(found, key=lambda one: one[0])
+  slots, tensor, weights, slot = max(found, key=lambda one: one[:2])
   if slots < (config.rollout_slots or mesh.size):
     asked = f"--rollout_slots={config.rollout_slots}" if config.rollout_slots else "one slot per device"
     raise ValueError(

@@ -254,5 +254,7 @@ def test_a_tpu_topology(tmp_path):
   assert done.returncode == 0, done.stderr
   assert "8 × TPU v5e" in done.stdout and "15.75 GiB a chip can be used" in done.stdout and "197 TFLOP/s" in done.stdout
   assert_nothing_large_is_gathered(tmp_path, 2)
+  part_of_an_axis = command("--topology=v6e:4x4", "--mesh=fsdp:8,tensor:2", "--programs=rollout_weights")
+  assert part_of_an_axis.returncode == 0, part_of_an_axis.stderr
   refused = command("--topology=v5e:3x5")
   assert refused.returncode == 1 and "--topology=v5e:3x5 is refused by libtpu" in refused.stderr

@@ -23,13 +23,13 @@ check 3b_search_v5e $search --topology=v5e:2x4
 check 3b_search_v5p $search --topology=v5p:2x2x1
 check 3b_search_v6e $search --topology=v6e:2x2
 
-check 7b_8k_v5e --arch=qwen2.5-7b --mesh=fsdp:8,tensor:2 ${math}_8k.flags --topology=v5e:4x4
+check 7b_8k_v5e --arch=qwen2.5-7b --mesh=fsdp:8,tensor:2 --anchor_memory=pinned_host ${math}_8k.flags --topology=v5e:4x4
 check 7b_8k_v5p --arch=qwen2.5-7b --mesh=fsdp:-1 ${math}_8k.flags --topology=v5p:2x2x1
 check 7b_8k_v6e --arch=qwen2.5-7b --mesh=fsdp:-1 ${math}_8k.flags --topology=v6e:2x4
 check 14b_8k_v5e --arch=qwen2.5-14b --mesh=fsdp:32,tensor:2 ${math}_8k.flags --topology=v5e:8x8
 check 14b_8k_v5p --arch=qwen2.5-14b --mesh=fsdp:-1 ${math}_8k.flags --topology=v5p:2x2x2
 check 14b_8k_v6e --arch=qwen2.5-14b --mesh=fsdp:8,tensor:2 ${math}_8k.flags --topology=v6e:4x4
-check 32b_8k_v5e --arch=qwen2.5-32b --mesh=fsdp:16,tensor:8 ${math}_8k.flags --topology=v5e:8x16
+check 32b_8k_v5e --arch=qwen2.5-32b --mesh=fsdp:32,tensor:8 ${math}_8k.flags --topology=v5e:16x16
 check 32b_8k_v5p --arch=qwen2.5-32b --mesh=fsdp:-1 ${math}_8k.flags --topology=v5p:2x2x4
 check 32b_8k_v6e --arch=qwen2.5-32b --mesh=fsdp:-1 ${math}_8k.flags --topology=v6e:8x8
 

@@ -72,6 +72,12 @@ def batch(run: Programs, topk: int, scored: bool) -> RolloutBatch:
   )
 
 
+def _kept(run: Programs) -> int:
+  """Bytes of a device that stay from step to step: the train state and, where it is kept, the model before the first."""
+  state = run.abstract_state
+  return device_bytes(state) + (device_bytes(state.policy) if run.keep_initial else 0)
+
+
 def scoring(run: Programs) -> dict[str, Call]:
   """The anchor's pass, where there is one, and the training step."""
   state, topk = run.abstract_state, run.step_config.topk
@@ -83,8 +89,8 @@ def scoring(run: Programs) -> dict[str, Call]:
     anchor = jax.tree.map(
       lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding.with_memory_kind("device")), state.ema_params
     )
-    calls["anchor_pass"] = Call(run.score, (anchor, (), sampled, ids, None), beside=device_bytes(state) - device_bytes(state.ema_params))
-  calls["train_step"] = Call(run.train_step, (state, (), batch(run, topk, True), hyper, None))
+    calls["anchor_pass"] = Call(run.score, (anchor, (), sampled, ids, None), beside=_kept(run) - device_bytes(state.ema_params))
+  calls["train_step"] = Call(run.train_step, (state, (), batch(run, topk, True), hyper, None), beside=_kept(run) - device_bytes(state))
   return calls
 
 
@@ -97,7 +103,7 @@ def copied_weights(run: Programs) -> PyTree:
 def rollout_weights(run: Programs) -> Call:
   """The cast of the policy for sampling; the copy that it is moved to stands beside it."""
   state = run.abstract_state
-  return Call(run.prepare, (state.policy,), beside=device_bytes(state) - device_bytes(state.policy) + device_bytes(copied_weights(run)))
+  return Call(run.prepare, (state.policy,), beside=_kept(run) - device_bytes(state.policy) + device_bytes(copied_weights(run)))
 
 
 def sampling(run: Programs) -> dict[str, Call]:
@@ -116,16 +122,15 @@ def sampling(run: Programs) -> dict[str, Call]:
   weights = jax.tree.map(on_team, copied_weights(run))
   prompts = rows(sampler._empty_prompts, config.max_prompt_tokens)
   slots = rows(sampler._empty_slots, size, str(jax.random.key_impl(jax.random.key(0))))
-  state = device_bytes(run.abstract_state)
   tokens = np.zeros((sampler.prompts, min(config.prefill_chunk, config.max_prompt_tokens)), np.int32)
   starts = np.zeros(sampler.prompts, np.int32)
   return {
-    "prefill": Call(sampler._prefill, (weights, prompts, tokens, starts), beside=state + device_bytes(slots)),
+    "prefill": Call(sampler._prefill, (weights, prompts, tokens, starts), beside=_kept(run) + device_bytes(slots)),
     "decode": Call(
       sampler._decode,
       (weights, slots, np.ones(sampler.slots, bool)),
       {"sampling": run.sampling, "visible": size},
-      beside=state + device_bytes(prompts),
+      beside=_kept(run) + device_bytes(prompts),
       variants=sum(length >= 256 for length in batching.buckets(size)),
       tokens=config.decode_block,
     ),
