@@ -10,7 +10,7 @@ check() {
 math=--flagfile=experiments/flags/math_paper
 r1="--arch=r1-distill-qwen-1.5b --mesh=fsdp:-1"
 check 1.5b_8k_v5e $r1 ${math}_8k.flags --topology=v5e:2x2
-check 1.5b_16k_v5e $r1 ${math}_16k.flags --topology=v5e:2x4
+check 1.5b_16k_v5e $r1 ${math}_16k.flags --topology=v5e:2x2
 check 1.5b_24k_v5e $r1 ${math}_24k.flags --topology=v5e:2x4
 check 1.5b_8k_v5e16 $r1 ${math}_8k.flags --topology=v5e:4x4
 check 1.5b_24k_v5p $r1 ${math}_24k.flags --topology=v5p:2x2x1
