@@ -23,8 +23,8 @@ from experiments.compile_check import __main__ as compile_check
 from experiments.compile_check import chips, hlo
 
 # As the TPU compiler writes it: counters with other starts and steps than 0 and 1 (the inner one's start out of sight), tuples, layouts,
-# an asynchronous pair, groups written in three ways, and collectives spread over fusions, one of them over those of a loop between its
-# start and its end.
+# an asynchronous pair, groups written in three ways, a channel of two collectives, and collectives spread over fusions, one of them over
+# those of a loop between its start and its end.
 WRITTEN = """HloModule jit_f, is_scheduled=true
 
 %piece (p: bf16[8,4]) -> bf16[32,4] {
@@ -88,8 +88,8 @@ ENTRY %main (a: f32[16], m: bf16[8,4]) -> f32[2] {
   %begin = (s32[], f32[16], bf16[8,4], /*index=3*/u32[]) tuple(%one, %a, %m, %none)
   %loop = (s32[], f32[16], bf16[8,4], /*index=3*/u32[]) while(%begin), condition=%cond, body=%body
   %z = f32[16] get-tuple-element(%loop), index=1
-  %sum = f32[16] all-reduce(%z), channel_id=9, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
-  ROOT %part = f32[2]{0} reduce-scatter(%sum), channel_id=11, replica_groups=mesh['a'=8,'b'=1] {'a','b'}, dimensions={0}, to_apply=%add
+  %sum = f32[16] all-reduce(%z), channel_id=1, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  ROOT %part = f32[2]{0} reduce-scatter(%sum), channel_id=1, replica_groups=mesh['a'=8,'b'=1] {'a','b'}, dimensions={0}, to_apply=%add
 }
 """
 

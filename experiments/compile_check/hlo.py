@@ -243,14 +243,14 @@ def _called(instruction: Instruction) -> list[str]:
   return []
 
 
-def _walk(module: Module, name: str, times: int, guessed: bool, unknown: int) -> Iterator[tuple[str, dict, Instruction, int, bool]]:
-  """(body it belongs to, its computation, instruction, times, whether these are guessed) of everything that runs."""
+def _walk(module: Module, name: str, times: int, guessed: bool, unknown: int) -> Iterator[tuple[dict, Instruction, int, bool]]:
+  """(its computation, instruction, times, whether these are guessed) of everything that runs."""
   pending = [name]
   while pending:
     part_of = pending.pop()
     computation = module.computations[part_of]
     for instruction in computation.values():
-      yield name, computation, instruction, times, guessed
+      yield computation, instruction, times, guessed
       pending += _called(instruction)
       if instruction.kind == "while":
         turns = trip_count(module, part_of, instruction)
@@ -265,14 +265,14 @@ def collectives(module: Module, devices: int, unknown_turns: int = 1) -> list[Co
     unknown_turns: how often a loop turns whose end depends on data.
   """
   found: dict = {}
-  for body, computation, instruction, times, guessed in _walk(module, module.entry, 1, False, unknown_turns):
+  for computation, instruction, times, guessed in _walk(module, module.entry, 1, False, unknown_turns):
     if not (match := _collective_of(computation, instruction)):
       continue
     kind, described = match
-    channel = described.attribute("channel_id")
-    # XLA spreads one collective over fusions that run beside it, also over those of loops between its start and its end: all of them have
-    # its channel, and it runs as often as the outermost. Copies of a collective in other loops share a channel, too, but not a chain.
-    key = (channel, "chain_id" in described.attributes or body) if channel else (body, id(computation), instruction.name)
+    # XLA spreads one collective over fusions that run beside it, also over those of loops between its start and its end: all of them name
+    # its chain, and it runs as often as the outermost. Channels say nothing: all collectives of shard_map have the same.
+    chain = re.search(r'chain_id="?(\d+)', described.attributes)
+    key = ("chain", chain[1]) if chain else (id(computation), instruction.name)
     if key in found and found[key].count <= times:
       continue
     group = _group_size(described.attributes, devices)
