@@ -27,14 +27,18 @@ check 7b_8k_v5e --arch=qwen2.5-7b --mesh=fsdp:8,tensor:2 --anchor_memory=pinned_
 check 7b_8k_v5p --arch=qwen2.5-7b --mesh=fsdp:-1 ${math}_8k.flags --topology=v5p:2x2x1
 check 7b_8k_v6e --arch=qwen2.5-7b --mesh=fsdp:-1 ${math}_8k.flags --topology=v6e:2x4
 check 14b_8k_v5e --arch=qwen2.5-14b --mesh=fsdp:32,tensor:2 ${math}_8k.flags --topology=v5e:8x8
-check 14b_8k_v5p --arch=qwen2.5-14b --mesh=fsdp:-1 ${math}_8k.flags --topology=v5p:2x2x2
+check 14b_8k_v5p --arch=qwen2.5-14b --mesh=fsdp:-1 --anchor_memory=pinned_host ${math}_8k.flags --topology=v5p:2x2x1
 check 14b_8k_v6e --arch=qwen2.5-14b --mesh=fsdp:8,tensor:2 ${math}_8k.flags --topology=v6e:4x4
-check 32b_8k_v5e --arch=qwen2.5-32b --mesh=fsdp:32,tensor:8 ${math}_8k.flags --topology=v5e:16x16
-check 32b_8k_v5p --arch=qwen2.5-32b --mesh=fsdp:-1 ${math}_8k.flags --topology=v5p:2x2x4
+check 32b_8k_v5e --arch=qwen2.5-32b --mesh=fsdp:16,tensor:8 --anchor_memory=pinned_host ${math}_8k.flags --topology=v5e:8x16
+check 32b_8k_v5p --arch=qwen2.5-32b --mesh=fsdp:4,tensor:2 --anchor_memory=pinned_host ${math}_8k.flags --topology=v5p:2x2x2
 check 32b_8k_v6e --arch=qwen2.5-32b --mesh=fsdp:-1 ${math}_8k.flags --topology=v6e:8x8
 
-# Weak scaling: chips and sequences grow together.
+# Weak scaling: chips and sequences grow together; each group of eight holds the state, or all chips do.
 train="--programs=anchor_pass,train_step"
-check weak_16 $r1 ${math}_8k.flags --topology=v5e:4x4 --prompts_per_step=128 $train
-check weak_64 $r1 ${math}_8k.flags --topology=v5e:8x8 --prompts_per_step=512 $train
-check weak_256 $r1 ${math}_8k.flags --topology=v5e:16x16 --prompts_per_step=2048 $train
+weak() {
+  check weak_$1 --arch=r1-distill-qwen-1.5b --mesh=data:-1,fsdp:8 ${math}_8k.flags --topology=v5e:$2 --prompts_per_step=$3 $train
+  check weak_fsdp_$1 --arch=r1-distill-qwen-1.5b --mesh=fsdp:-1 ${math}_8k.flags --topology=v5e:$2 --prompts_per_step=$3 $train
+}
+weak 16 4x4 128
+weak 64 8x8 512
+weak 256 16x16 2048

@@ -11,6 +11,11 @@ def _mesh(sizes: dict[str, int]) -> str:
   return ",".join(f"{axis}:{size}" for axis, size in sizes.items() if size > 1) or "data:1"
 
 
+def _billions(name: str) -> float:
+  """Of the parameters, in the name of a result: 1.5b_8k_v5e."""
+  return float(name.partition("b")[0])
+
+
 def _programs(result: dict) -> dict[str, dict]:
   return {program["name"]: program for program in result["programs"]}
 
@@ -32,7 +37,7 @@ def _sizes(result: dict) -> list[str]:
     result["arch"],
     f"{result['prompt']} + {result['response']}",
     result["topology"],
-    f"`{_mesh(result['mesh'])}`",
+    f"`{_mesh(result['mesh'])}`" + (", anchor on the hosts" if "--anchor_memory=pinned_host" in result["command"] else ""),
     f"`{_mesh(result['rollout_mesh'])}`",
     str(result["slots"]),
     _gib(step["arguments"]),
@@ -66,7 +71,6 @@ def _scaling(result: dict) -> list[str]:
     ", ".join(f"{kind} {_gib(sent)}" for kind, sent in sorted(kinds.items(), key=lambda item: -item[1])),
     _gib(anchor["temporaries"]),
     _gib(anchor["bytes_sent"]),
-    str(step["collectives"].get("all-to-all", {}).get("count", 0)),
   ]
 
 
@@ -78,17 +82,19 @@ _SCALING = (
 
 def table(header: tuple[str, ...], lines: list[list[str]]) -> str:
   """Markdown."""
-  rows = [header, ["---"] * len(header), *lines]
-  return "\n".join("| " + " | ".join(row[: len(header)]) + " |" for row in rows)
+  return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *lines))
 
 
-def main(paths: list[str]) -> None:
-  """Prints both tables: results whose file is named weak_* make the second."""
+def tables(paths: list[str]) -> tuple[str, str]:
+  """Of sizes, and of weak scaling: results whose file is named weak_*."""
   results = {pathlib.Path(path).stem: json.loads(pathlib.Path(path).read_text()) for path in paths}
-  print(table(_SIZES, [_sizes(result) for name, result in results.items() if not name.startswith("weak_")]))
-  scaling = sorted((result for name, result in results.items() if name.startswith("weak_")), key=lambda result: result["chips"])
-  print("\n" + table(_SCALING, [_scaling(result) for result in scaling]))
+  sizes = {name: result for name, result in results.items() if not name.startswith("weak_")}
+  scaling = [result for name, result in results.items() if name not in sizes]
+  return (
+    table(_SIZES, [_sizes(sizes[name]) for name in sorted(sizes, key=lambda name: (_billions(name), sizes[name]["response"], name))]),
+    table(_SCALING, [_scaling(result) for result in sorted(scaling, key=lambda result: (result["mesh"]["data"] == 1, result["chips"]))]),
+  )
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  print("\n\n".join(tables(sys.argv[1:])))
