@@ -125,6 +125,18 @@ def tree_shardings(mesh: Mesh, abstract: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, abstract)
 
 
+def device_bytes(tree: PyTree, memory: str = "device") -> int:
+  """Bytes that arrays, or shapes with a layout, take of the memory of each device; of its host's with memory="pinned_host"."""
+
+  def one(a) -> int:
+    layout = getattr(a, "sharding", None)  # None: of the host, and whole on each device that computes with it
+    if ((layout and layout.memory_kind) or "device") != memory:
+      return 0
+    return math.prod(layout.shard_shape(a.shape) if layout else a.shape) * a.dtype.itemsize
+
+  return sum(map(one, jax.tree.leaves(tree)))
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Rows over data and fsdp, everything else whole."""
   return NamedSharding(mesh, BATCH)

@@ -4,52 +4,57 @@ import math
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from emapg_jax import sharding
 from emapg_jax.micro_batches import read_lengths, rows_that_fit
 from emapg_jax.token_stats import LOGITS_PER_CHUNK
-from emapg_jax.types import PyTree
 from experiments.programs import Programs
+from experiments.units import of_bytes
 
 _LOGITS_COPIES = 4  # arrays as large as the logits that scoring them, its gradient, or a draw holds at once
-_WHILE_UPDATING = ("gradients", "gathered", "top-k")
-_WHILE_SAMPLING = ("rollout weights", "kv cache")
+_UPDATING = ("gradients", "activations", "top-k", "logits", "gathered")
+_SAMPLING = ("rollout weights", "kv cache")
+_EITHER = ("prefill", "drawn logits")  # while sampling, never both
 
 
 def memory_plan(run: Programs) -> dict[str, int]:
   """Bytes per device of what a run keeps or peaks at, from shapes alone: at its longest prompts and responses.
 
-  What is kept is exact. Gradients, activations and logits are within a factor of 1.5 of what the compiled programs need, activations of the
-  prefill within 2, where rows are spread over `data`. No program holds all of it at once, see `at_once`.
+  What is kept is exact. Gradients, activations and logits are within a factor of 1.5 of what the compiled programs need, the prefill's
+  within 2, where rows are spread over `data`. No program holds all of it at once, see `at_once`.
   """
   config, shards = run.config, sharding.batch_devices(run.mesh)
   on_cpu = run.mesh.devices.flat[0].platform == "cpu"  # there XLA computes in float32, and does not fuse the optimizer's update
   state, width = run.abstract_state, _width(run)
   numbers = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(state.params))
   return {
-    "params": _per_device(state.params),
-    "anchor": 0 if _on_host(run) else _per_device(state.ema_params),
-    "initial model": _per_device(state.policy) if run.keep_initial else 0,
-    "optimizer": _per_device(state.opt_state),
+    "params": sharding.device_bytes(state.params),
+    "anchor": sharding.device_bytes(state.ema_params),
+    "initial model": sharding.device_bytes(state.policy) if run.keep_initial else 0,
+    "optimizer": sharding.device_bytes(state.opt_state),
     # Summed in float32, beside those of a micro-batch.
-    "gradients": 16 * numbers if on_cpu else 4 * numbers + _per_device(state.params),
+    "gradients": 16 * numbers if on_cpu else 4 * numbers + sharding.device_bytes(state.params),
     "activations": _activations(run) * (4 if on_cpu else width),
     "top-k": 3 * config.rows // shards * config.max_new_tokens * run.step_config.topk * 8,
     "logits": _LOGITS_COPIES * 4 * _logits(run),
     "gathered": _gathered(run),
     "rollout weights": _rollout_weights(run),
     "kv cache": _cached(run) * width,
+    "prefill": _prefill(run) * (4 if on_cpu else width),
+    # A draw is from whole rows.
+    "drawn logits": _LOGITS_COPIES * 4 * (run.sampler.slots // run.sampler.layout.devices) * run.model_config.vocab_size,
   }
 
 
 def at_once(plan: dict[str, int]) -> int:
-  """The most of a plan that is there at a time: what only sampling needs is freed before the update makes its own.
+  """The most of a plan that is there at a time: what only sampling needs is freed before the update makes its own, and the other way round.
 
   An anchor on the host is on the device while it scores, and again once the gradients are gone, which take more.
   """
-  phases = [sum(plan[name] for name in names) for names in (_WHILE_UPDATING, _WHILE_SAMPLING)]
-  return sum(plan.values()) - min(phases)
+  updating, sampling = (sum(plan[name] for name in names) for names in (_UPDATING, _SAMPLING))
+  either = [plan[name] for name in _EITHER]
+  kept = sum(plan.values()) - updating - sampling - sum(either)
+  return kept + max(updating, sampling + max(either))
 
 
 def remarks(run: Programs) -> Iterator[str]:
@@ -57,7 +62,7 @@ def remarks(run: Programs) -> Iterator[str]:
   needed = at_once(memory_plan(run))
   if run.device_bytes is not None and needed > run.device_bytes:
     yield (
-      f"warning: {needed / 2**30:.1f} GiB are planned at a time, but a device has {run.device_bytes / 2**30:.1f} GiB: spread the run over "
+      f"warning: {of_bytes(needed)} are planned at a time, but a device has {of_bytes(run.device_bytes)}: spread the run over "
       "more devices (--mesh=fsdp:-1), or take less (--micro_batch, --remat=full, --rollout_slots, --anchor_memory=pinned_host)"
     )
   for where, model in (("in training", run.model_config), ("in sampling", run.sampler.config)):
@@ -67,15 +72,7 @@ def remarks(run: Programs) -> Iterator[str]:
 
 def host_bytes(run: Programs) -> int:
   """What the host keeps for each of its devices: the anchor, or nothing."""
-  return _per_device(run.abstract_state.ema_params) if _on_host(run) else 0
-
-
-def _on_host(run: Programs) -> bool:
-  return run.config.anchor_memory == "pinned_host"
-
-
-def _per_device(tree: PyTree) -> int:
-  return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+  return sharding.device_bytes(run.abstract_state.ema_params, "pinned_host")
 
 
 def _width(run: Programs) -> int:
@@ -93,7 +90,7 @@ def _forwards(run: Programs) -> list[tuple[int, int]]:
 
 
 def _activations(run: Programs) -> int:
-  """Numbers: in the gradient of a forward, or where that is more, in the prefill."""
+  """Numbers in the gradient of a forward."""
   config, model, tensor = run.config, run.model_config, run.mesh.shape["tensor"]
   # Of a token: what one layer works with in its gradient, which is about what each keeps where nothing is computed again.
   working = (16 * model.hidden_size + 6 * model.intermediate_size) // tensor
@@ -107,18 +104,21 @@ def _activations(run: Programs) -> int:
     tokens = [rows // prompt_rows * config.max_prompt_tokens + rows * response for prompt_rows in groups]
     return sum(tokens) * kept + max(tokens) * working
 
-  layout = run.sampler.layout
-  prefilled = run.sampler.prompts // layout.shards * min(config.prefill_chunk, config.max_prompt_tokens)
-  prefilled *= (16 * model.hidden_size + 6 * model.intermediate_size) // (3 * layout.mesh.shape["tensor"])
-  return max(prefilled, *(trained(*forward) for forward in _forwards(run)))
+  return max(trained(*forward) for forward in _forwards(run))
+
+
+def _prefill(run: Programs) -> int:
+  """Numbers that one layer works with while prompts are read."""
+  config, model, layout = run.config, run.model_config, run.sampler.layout
+  tokens = run.sampler.prompts // layout.shards * min(config.prefill_chunk, config.max_prompt_tokens)
+  return tokens * (16 * model.hidden_size + 6 * model.intermediate_size) // (3 * layout.mesh.shape["tensor"])
 
 
 def _logits(run: Programs) -> int:
-  """The logits that are held at a time: of a chunk in training, of a token of each slot in decoding."""
-  vocab, layout = run.model_config.vocab_size, run.sampler.layout
-  columns = vocab // run.mesh.shape["tensor"]
+  """The logits of a chunk, in training."""
+  columns = run.model_config.vocab_size // run.mesh.shape["tensor"]
   chunks = (max(rows, min(rows * response, LOGITS_PER_CHUNK // columns)) for rows, response in _forwards(run))
-  return max(max(chunks) * columns, run.sampler.slots // layout.devices * vocab)  # a draw is from whole rows
+  return max(chunks) * columns
 
 
 def _rollout_weights(run: Programs) -> int:
@@ -128,13 +128,13 @@ def _rollout_weights(run: Programs) -> int:
 
 
 def _gathered(run: Programs) -> int:
-  """Of parameters spread over fsdp: those of the head, or of a layer, whole for the time they are used, and their gradient."""
+  """Of parameters spread over fsdp: those of the head, or of a layer and their gradient, whole for the time they are used."""
   if run.mesh.shape["fsdp"] == 1:
     return 0
   model, policy = run.model_config, run.abstract_state.policy
   head = model.vocab_size * model.hidden_size
   layer = sum(a.size for a in jax.tree.leaves(policy["layers"])) // model.num_layers
-  return max(head, layer) // run.mesh.shape["tensor"] * (_width(run) + np.dtype(model.param_dtype).itemsize)
+  return max(head, 2 * layer) // run.mesh.shape["tensor"] * _width(run)
 
 
 def _cached(run: Programs) -> int:

@@ -13,6 +13,7 @@ from emapg_jax.rollout import batching
 from emapg_jax.sharding import batch_devices
 from experiments.build import Run
 from experiments.memory_plan import at_once, host_bytes, memory_plan, remarks
+from experiments.units import of_bytes
 
 _REMAT = {"full": "each layer", "dots": "each layer but its products with weights", "none": "nothing"}
 
@@ -36,12 +37,12 @@ def header(run: Run, workdir: pathlib.Path) -> None:
   say("settings (the rest are defaults, all in flags.txt): " + " ".join(f"{k}={v}" for k, v in changed.items()))
   say("policy gradient: " + _policy_gradient(config))
   plan = memory_plan(run)
-  sizes = ", ".join(f"{name} {_bytes(size)}" for name, size in plan.items())
+  sizes = ", ".join(f"{name} {of_bytes(size)}" for name, size in plan.items())
   policy, all_params = (sum(a.size for a in jax.tree.leaves(tree)) for tree in (run.abstract_state.policy, run.abstract_state.params))
   critic = f" + {all_params - policy:,} of the critic" if config.uses_critic else ""
   say(f"parameters: {policy:,}{critic} · vocabulary {run.model_config.vocab_size:,} · compute in {run.model_config.dtype}")
-  on_host = f"; of the host, {_bytes(host_bytes(run))} for the anchor" if host_bytes(run) else ""
-  say(f"memory per device, planned: {sizes}; at most {_bytes(at_once(plan))} at a time{on_host}")
+  on_host = f"; of the host, {of_bytes(host_bytes(run))} for the anchor" if host_bytes(run) else ""
+  say(f"memory per device, planned: {sizes}; at most {of_bytes(at_once(plan))} at a time{on_host}")
   for remark in remarks(run):
     say(remark)
   say(f"prompts: {len(run.train.problems):,} ({run.train.dropped} longer than {config.max_prompt_tokens} tokens left out)")
@@ -69,7 +70,10 @@ def _rollouts(run: Run) -> None:
   cut = f" · top_p {config.top_p:g}, top_k {config.top_k}: ratios and KL assume full support" if config.truncated_sampling else ""
   rows = run.step_config.prompt_rows
   shared = f" · training reads a prompt once for {rows} responses" if rows > 1 else ""
-  say(f"rollouts: {made.slots} slots, {made.prompts} prompts prefilled at a time, blocks of {config.decode_block} tokens{cut}{shared}")
+  teams = run.rollout_mesh.size // run.team.mesh.size
+  where = f" in each of {teams} teams of processes" if teams > 1 else ""
+  sizes = f"{made.slots} slots, {made.prompts} prompts prefilled at a time{where}, blocks of {config.decode_block} tokens"
+  say(f"rollouts: {sizes}{cut}{shared}")
   read = f"{config.micro_tokens} tokens" if config.micro_tokens else f"{run.step_config.micro_batch // batch_devices(run.mesh)} sequences"
   say(f"a forward in training: {read} per device; computed again in the backward pass: {_REMAT[config.remat]}")
   for text in run.sampler.stop.strings if run.sampler.stop else ():
@@ -120,12 +124,3 @@ def fail(error: Exception) -> None:
   where = f" in process {distributed.index()} of {distributed.count()}" if distributed.count() > 1 else ""
   print(f"error{where}: {error}", file=sys.stderr, flush=True)
   raise SystemExit(1)
-
-
-def _bytes(size: int) -> str:
-  value = float(size)
-  for unit in ("B", "KiB", "MiB"):
-    if value < 1024:
-      return f"{value:.0f} {unit}"
-    value /= 1024
-  return f"{value:.1f} GiB"

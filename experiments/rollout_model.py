@@ -11,7 +11,8 @@ from emapg_jax import sharding
 from emapg_jax.config import RunConfig
 from emapg_jax.models import decoder
 from emapg_jax.rollout.team import rollout_mesh, weight_shardings
-from emapg_jax.types import PyTree, TrainState
+from emapg_jax.types import TrainState
+from experiments.units import of_bytes
 
 _SPARE = 0.1  # of a device's memory, for what decoding works with
 
@@ -57,7 +58,7 @@ def rollout_model(
         f"--rollout_mesh={config.rollout_mesh} spreads weights over fsdp, where every token would gather all of them: use data and tensor."
       )
     candidates = [sizes["tensor"]]
-  kept = _device_bytes(state) + (_device_bytes(state.policy) if keep_initial else 0)
+  kept = sharding.device_bytes(state) + (sharding.device_bytes(state.policy) if keep_initial else 0)
   tensor, slots = _choose(config, model_config, mesh, state, kept, device_bytes, candidates)
   made, model_config = rollout_mesh(mesh, tensor), _with_copies(model_config, tensor)
   return RolloutModel(made, slots, model_config)
@@ -98,18 +99,12 @@ def _choose(
   if slots < (config.rollout_slots or mesh.size):
     asked = f"--rollout_slots={config.rollout_slots}" if config.rollout_slots else "one slot per device"
     raise ValueError(
-      f"Sampling needs {weights / 2**30:.1f} GiB per device for weights and {slot / 2**30:.2f} GiB per slot and device for {asked}, beside "
-      f"the {kept / 2**30:.1f} GiB of the train state, with tensor:{tensor} of {dict(mesh.shape)}; a device has "
-      f"{device_bytes / 2**30:.1f} GiB, so that {slots} slots fit. Lower --rollout_slots, --max_new_tokens or --max_prompt_tokens, take "
-      "more devices, or a larger tensor in --rollout_mesh."
+      f"Sampling needs {of_bytes(weights)} per device for weights and {of_bytes(slot)} per slot and device for {asked}, beside the "
+      f"{of_bytes(kept)} of the train state, with tensor:{tensor} of {dict(mesh.shape)}; a device has {of_bytes(device_bytes)}, so that "
+      f"{slots} slots fit. Lower --rollout_slots, --max_new_tokens or --max_prompt_tokens, take more devices, or a larger tensor in "
+      "--rollout_mesh."
     )
   return tensor, slots
-
-
-def _device_bytes(tree: PyTree) -> int:
-  """Bytes of arrays in the memory of each device."""
-  on_device = (a for a in jax.tree.leaves(tree) if a.sharding.memory_kind in (None, "device"))
-  return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in on_device)
 
 
 def _sampling_bytes(config: RunConfig, model: decoder.DecoderConfig, state: TrainState, tensor: int) -> tuple[float, float]:

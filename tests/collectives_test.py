@@ -97,7 +97,7 @@ def test_moments_and_anchor_are_divided_as_weights_are(mesh):
     assert after.is_equivalent_to(before, leaf.ndim)
   parts = run.mesh.shape["fsdp"] * run.mesh.shape["tensor"]
   for tree in (run.abstract_state.ema_params, run.abstract_state.opt_state):
-    assert inputs.device_bytes(tree) < 1.15 * sum(a.size * 4 for a in jax.tree.leaves(tree)) / parts, "norms, and copied heads, are whole"
+    assert sharding.device_bytes(tree) < 1.15 * sum(a.size * 4 for a in jax.tree.leaves(tree)) / parts, "norms, and copied heads, are whole"
 
 
 def rollout_calls(run):

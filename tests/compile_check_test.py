@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from emapg_jax.models import decoder
 from experiments import flags
 from experiments.architectures import ARCHITECTURES
 from experiments.compile_check import __main__ as compile_check
-from experiments.compile_check import chips, hlo
+from experiments.compile_check import chips, hlo, markdown
 
 # As the TPU compiler writes it: counters with other starts and steps than 0 and 1 (the inner one's start out of sight), tuples, layouts,
 # an asynchronous pair, groups written in three ways, a channel of two collectives, and collectives spread over fusions, one of them over
@@ -131,6 +132,15 @@ def test_largest_arrays_of_main_memory():
   assert [a.bytes for a in hlo.arrays("pred[3] s4[8] f8e4m3fn[2,2] c64[] bf16[5]")] == [3, 4, 4, 8, 10]
 
 
+def test_the_page_has_the_tables_of_the_committed_results():
+  docs = pathlib.Path(__file__).parents[1] / "docs"
+  results = sorted((docs / "scale").glob("*.json"))
+  page = (docs / "scale.md").read_text()
+  for table in markdown.tables([str(path) for path in results]):
+    assert table.count("\n") > 5 and table in page
+  assert all(json.loads(path.read_text())["fits"] for path in results)
+
+
 @pytest.mark.multi_device
 def test_a_compiled_program():
   """Seven turns of a loop, each with an all-reduce, and one around five turns of another."""
@@ -151,8 +161,9 @@ def test_a_compiled_program():
 
 TINY = (
   *("--topology=cpu:8", "--arch=tiny", "--mesh=fsdp:4,tensor:2", "--prompts_per_step=8", "--group_size=4", "--max_prompt_tokens=6"),
-  *("--max_new_tokens=12", "--decode_block=4"),
+  *("--max_new_tokens=12", "--decode_block=4", "--rollout_mesh=data:4,tensor:2", "--rollout_slots=24"),  # six a shard: no weight's size
 )
+AUTO = ("--rollout_mesh=auto", "--rollout_slots=0")
 
 
 def run(*arguments):
@@ -164,19 +175,29 @@ def run(*arguments):
   return compile_check.check_and_say(flags.read(RunConfig, values), flags.read(compile_check.Settings, values))
 
 
-def assert_nothing_large_is_gathered(folder, tensor):
-  """In the anchor's pass and the training step: no logits are exchanged, and no parameters of several layers at a time."""
-  sizes = ARCHITECTURES["tiny"]
+def assert_nothing_large_moves(folder, fsdp, tensor):
+  """No logits and no parameters of several layers in training, no weights in a decode step; and the state is spread over all devices."""
+  sizes, params = ARCHITECTURES["tiny"], tiny_params()
   vocab, hidden, layers = sizes["vocab_size"], sizes["hidden_size"], sizes["num_layers"]
-  stacked = {(a.ndim, a.size // parts) for a in jax.tree.leaves(tiny_params()["layers"]) if a.ndim > 2 for parts in (1, tensor)}
+  stacked = {(a.ndim, a.size // parts) for a in jax.tree.leaves(params["layers"]) if a.ndim > 2 for parts in (1, tensor)}
+  of_head = [sorted((v, d)) for v in (vocab, vocab // tensor) for d in (hidden, hidden // fsdp)]  # it may be summed over fsdp in one go
   for name in ("anchor_pass", "train_step"):
     found = hlo.collectives(hlo.parse((folder / f"{name}.hlo").read_text()), 8)
     assert any("all-gather" in collective.kind for collective in found)
     for array in (array for collective in found for array in collective.arrays):
       of_vocabulary = vocab in array.shape or vocab // tensor in array.shape
-      assert not of_vocabulary or hidden in array.shape or array.bytes <= 4 * vocab, f"{name} exchanges logits: {array}"
+      assert not of_vocabulary or sorted(n for n in array.shape if n > 1) in of_head or array.bytes <= 4 * vocab, (
+        f"{name} exchanges logits: {array}"
+      )
       of_layers = array.shape[:1] == (layers,) and (len(array.shape), math.prod(array.shape)) in stacked
       assert not of_layers, f"{name} gathers parameters of several layers at once: {array}"
+  moved = [array for collective in hlo.collectives(hlo.parse((folder / "decode.hlo").read_text()), 8) for array in collective.arrays]
+  weights = {math.prod(a.shape[1:]) // parts for a in jax.tree.leaves(params["layers"]) if a.ndim > 2 for parts in (1, fsdp, tensor)}
+  assert moved and not weights & {math.prod(array.shape) for array in moved}, "a decode step carries a collective of a parameter"
+  step = hlo.parse((folder / "train_step.hlo").read_text())
+  (results,) = (instruction for instruction in step.computations[step.entry].values() if instruction.root)
+  state = sum(array.bytes for array in results.arrays)
+  assert state < 1.1 * 16 * decoder.count_params(params) / 8, "parameters, anchor and both moments are spread over all devices"
 
 
 def tiny_params():
@@ -201,15 +222,13 @@ def test_every_program_of_a_tiny_model(tmp_path, capsys):
   assert step["bytes_sent"] == sum(kind["bytes_sent"] for kind in step["collectives"].values()) > 0
   moved = found["rl_step"]
   assert moved["train_step"]["flops"] > 3 * moved["anchor_pass"]["flops"] > 0 and found["bytes_per_decoded_token"] > 0
-  assert set(programs["decode"]["collectives"]) <= {"all-reduce"}, "a decode step carries no collective of a parameter"
-  params = decoder.count_params(tiny_params())
-  assert step["aliased"] < 1.1 * 16 * params / 8, "parameters, anchor and both moments are spread over all devices"
-  assert_nothing_large_is_gathered(tmp_path, 2)
+  assert 0 < found["planned"] < 2 * found["hbm"]
+  assert_nothing_large_moves(tmp_path, 4, 2)
 
 
 @pytest.mark.multi_device
 def test_what_does_not_fit_exits_with_1_and_names_the_largest_arrays(capsys):
-  assert run(*TINY, "--programs=anchor_pass", "--hbm_gib=0.0001") == 1
+  assert run(*TINY, *AUTO, "--programs=anchor_pass", "--hbm_gib=0.0001") == 1
   printed = capsys.readouterr().out
   assert "anchor_pass DOES NOT FIT" in printed and "largest arrays" in printed and "f32[" in printed
   assert run(*TINY, "--programs=anchor_pass", "--hbm_gib=0.01") == 0
@@ -253,8 +272,8 @@ def test_a_tpu_topology(tmp_path):
   done = command("--topology=v5e:4x2", f"--hlo={tmp_path}")
   assert done.returncode == 0, done.stderr
   assert "8 × TPU v5e" in done.stdout and "15.75 GiB a chip can be used" in done.stdout and "197 TFLOP/s" in done.stdout
-  assert_nothing_large_is_gathered(tmp_path, 2)
-  part_of_an_axis = command("--topology=v6e:4x4", "--mesh=fsdp:8,tensor:2", "--programs=rollout_weights")
+  assert_nothing_large_moves(tmp_path, 4, 2)
+  part_of_an_axis = command("--topology=v6e:4x4", "--mesh=fsdp:8,tensor:2", "--programs=rollout_weights", *AUTO)
   assert part_of_an_axis.returncode == 0, part_of_an_axis.stderr
   refused = command("--topology=v5e:3x5")
   assert refused.returncode == 1 and "--topology=v5e:3x5 is refused by libtpu" in refused.stderr

@@ -17,6 +17,7 @@ from emapg_jax.types import Hyper
 from experiments import build, report
 from experiments.memory_plan import at_once, host_bytes, memory_plan, remarks
 from experiments.programs import programs
+from experiments.units import of_bytes
 
 
 def task(vocab):
@@ -131,16 +132,16 @@ def test_logits_of_decoding():
   params, slots, _ = sampler_arrays(run)
   decode = run.sampler._decode.lower(params, slots, np.ones(64, bool), sampling=run.sampling, visible=18)
   temporaries = decode.compile().memory_analysis().temp_size_in_bytes
-  # 8 slots a device; in training, 2 tokens of one row.
-  assert memory_plan(run)["logits"] == 4 * 4 * 8 * 4096
-  assert 1 / 1.5 < temporaries / memory_plan(run)["logits"] < 1.5
+  assert memory_plan(run)["drawn logits"] == 4 * 4 * 8 * 4096  # 8 slots a device
+  assert memory_plan(run)["logits"] == 4 * 4 * 2 * 4096  # in training, 2 tokens of one row
+  assert 1 / 1.5 < temporaries / memory_plan(run)["drawn logits"] < 1.5
 
 
 def test_activations_of_the_prefill():
   run = make(prompts_per_step=64, group_size=2, max_new_tokens=2, micro_batch=1, prefill_chunk=64)
   params, _, cache = sampler_arrays(run)
   lowered = run.sampler._prefill.lower(params, cache, np.zeros((64, 64), np.int32), np.zeros(64, np.int32))
-  assert 1 / 2 < lowered.compile().memory_analysis().temp_size_in_bytes / memory_plan(run)["activations"] < 2
+  assert 1 / 2 < lowered.compile().memory_analysis().temp_size_in_bytes / memory_plan(run)["prefill"] < 2
 
 
 @pytest.mark.parametrize("changes", [{"advantage": "gae"}, {"param_dtype": "bfloat16", "anchor_memory": "pinned_host"}], ids=str)
@@ -165,9 +166,11 @@ def test_what_a_run_lacks_takes_nothing():
 
 
 def test_what_is_never_there_at_a_time():
-  kept = {"params": 1, "optimizer": 2, "activations": 4}
-  assert at_once(kept | {"gradients": 10, "gathered": 20, "top-k": 40, "rollout weights": 30, "kv cache": 10}) == 7 + 70
-  assert at_once(kept | {"gradients": 10, "gathered": 20, "top-k": 40, "rollout weights": 90, "kv cache": 10}) == 7 + 100
+  kept = {"params": 1, "optimizer": 2}
+  updating = {"gradients": 10, "activations": 10, "gathered": 20, "top-k": 20, "logits": 10}
+  sampling = {"rollout weights": 30, "kv cache": 10, "prefill": 20, "drawn logits": 25}
+  assert at_once(kept | updating | sampling) == 3 + 70
+  assert at_once(kept | updating | sampling | {"kv cache": 70}) == 3 + 30 + 70 + 25
 
 
 def test_remarks_beside_the_plan():
@@ -177,7 +180,15 @@ def test_remarks_beside_the_plan():
   needed = at_once(memory_plan(run))
   assert list(remarks(dataclasses.replace(run, device_bytes=needed))) == [copied]
   beyond, _ = remarks(dataclasses.replace(run, device_bytes=needed - 1))
-  assert beyond.startswith("warning: 0.0 GiB are planned at a time, but a device has 0.0 GiB")
+  assert beyond.startswith(f"warning: {of_bytes(needed)} are planned at a time, but a device has {of_bytes(needed - 1)}: spread")
+
+
+@pytest.mark.parametrize(
+  ("size", "text"),
+  [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (102_400, "100 KiB"), (2**20 - 1, "1.0 MiB"), (14.7 * 2**30, "14.7 GiB")],
+)
+def test_sizes_in_words(size, text):
+  assert of_bytes(size) == text
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,16 @@ import sys
 from absl import app
 from absl import flags as absl_flags
 
+from emapg_jax import sharding
 from emapg_jax.config import RunConfig
+from emapg_jax.models.decoder import DecoderConfig
 from experiments import flags
 from experiments.architectures import ARCHITECTURES
 from experiments.bench import table
 from experiments.bench.settings import check_known
 from experiments.compile_check import chips, compiled, report
 from experiments.flags import field
+from experiments.programs import Programs, programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +43,7 @@ class Settings:
       raise ValueError(f"--hbm_gib={self.hbm_gib} must be a number of GiB, or 0 for the chip's own.")
 
 
-def _model(config: RunConfig, settings: Settings):
-  from emapg_jax.models.decoder import DecoderConfig
-
+def _model(config: RunConfig, settings: Settings) -> DecoderConfig:
   fields = ARCHITECTURES[settings.arch]
   longest = config.max_prompt_tokens + config.max_new_tokens
   if longest > fields["max_positions"]:
@@ -53,25 +54,16 @@ def _model(config: RunConfig, settings: Settings):
   return DecoderConfig(**fields, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat)
 
 
-def check(config: RunConfig, settings: Settings) -> report.Report:
-  """Compiles; ValueError for settings that can't be."""
-  from emapg_jax import sharding
-  from experiments.programs import programs
-
-  if settings.json:
-    table.check_writable(settings.json)
-  if settings.hlo:
-    pathlib.Path(settings.hlo).mkdir(parents=True, exist_ok=True)
+def run_on(config: RunConfig, settings: Settings, topology: chips.Topology, limit: int | None) -> Programs:
+  """The run whose programs are compiled; ValueError for settings that can't be."""
   if config.micro_tokens:
     raise ValueError(
       f"--micro_tokens={config.micro_tokens} makes the number of forwards depend on the lengths of responses: compile with --micro_batch "
       "and --micro_tokens=0. A micro-batch of as many tokens needs as much memory."
     )
-  topology = chips.topology(settings.topology)
   if config.dtype == "auto":
     config = dataclasses.replace(config, dtype="float32" if topology.chip is None else "bfloat16")
-  limit = int(settings.hbm_gib * 2**30) if settings.hbm_gib else topology.chip and topology.chip.usable
-  run = programs(
+  return programs(
     config,
     _model(config, settings),
     sharding.make_mesh(config.mesh, topology.devices),
@@ -83,6 +75,17 @@ def check(config: RunConfig, settings: Settings) -> report.Report:
     process=topology.devices[-1].process_index,
     device_bytes=limit,
   )
+
+
+def check(config: RunConfig, settings: Settings) -> report.Report:
+  """Compiles; ValueError for settings that can't be."""
+  if settings.json:
+    table.check_writable(settings.json)
+  if settings.hlo:
+    pathlib.Path(settings.hlo).mkdir(parents=True, exist_ok=True)
+  topology = chips.topology(settings.topology)
+  limit = int(settings.hbm_gib * 2**30) if settings.hbm_gib else topology.chip and topology.chip.usable
+  run = run_on(config, settings, topology, limit)
   found = compiled.compile_all(run, topology, settings.programs, settings.hlo, lambda name: print(f"compiling {name}", file=sys.stderr))
   if not found:
     raise ValueError(

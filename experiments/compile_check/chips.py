@@ -33,8 +33,8 @@ _NO_HOST = {
 }
 CHIPS = {
   "v5e": Chip("TPU v5e", 16 * _GIB, int(15.75 * _GIB), 197e12, 819e9, 200e9),
-  "v5p": Chip("TPU v5p", 95 * _GIB, int(95.74 * _GIB), 459e12, 2765e9, 600e9),
-  "v6e": Chip("TPU v6e", 32 * _GIB, int(31.25 * _GIB), 918e12, 1640e9, 400e9),
+  "v5p": Chip("TPU v5p", 95 * _GIB, int(95.73 * _GIB), 459e12, 2765e9, 600e9),
+  "v6e": Chip("TPU v6e", 32 * _GIB, int(31.24 * _GIB), 918e12, 1640e9, 400e9),
 }
 
 

@@ -8,6 +8,7 @@ import time
 
 import jax
 
+from emapg_jax.sharding import device_bytes
 from experiments.compile_check import hlo, inputs
 from experiments.compile_check.chips import Topology, lowering_for
 from experiments.compile_check.inputs import Call
@@ -89,7 +90,7 @@ def _sizes(call: Call, compiled: jax.stages.Compiled | None, dump: _Dump | None)
   the training step.
   """
   if compiled is None:
-    arguments = inputs.device_bytes(call.args)
+    arguments = device_bytes(call.args)
     return {"arguments": arguments, "temporaries": dump.allocated - arguments}
   memory = compiled.memory_analysis()
   kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

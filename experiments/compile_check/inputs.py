@@ -1,7 +1,6 @@
 """What the programs of an RL step are called with, as shapes: every prompt and every response at its longest, all slots taken."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from emapg_jax import sharding
 from emapg_jax.rollout import batching
+from emapg_jax.sharding import device_bytes
 from emapg_jax.types import Hyper, PyTree, RolloutBatch
 from experiments.algorithms import ROW_ADVANTAGES
 from experiments.compiled_once import CompiledOnce
@@ -27,18 +27,6 @@ class Call:
   beside: int = 0  # bytes of a device
   variants: int = 1  # programs of about this size that stay loaded: decoding compiles once per power of two of positions
   tokens: int = 0  # drawn in a run for each slot, 0 where none are
-
-
-def device_bytes(tree: PyTree) -> int:
-  """Bytes of a device's own memory."""
-
-  def one(a: Any) -> int:
-    layout = getattr(a, "sharding", None)  # None: a number or an array of the host, which is whole on each device
-    if layout is not None and layout.memory_kind not in (None, "device"):
-      return 0
-    return math.prod(a.shape if layout is None else layout.shard_shape(a.shape)) * a.dtype.itemsize
-
-  return sum(map(one, jax.tree.leaves(tree)))
 
 
 def batch(run: Programs, topk: int, scored: bool) -> RolloutBatch:

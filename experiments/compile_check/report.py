@@ -1,14 +1,14 @@
 """What was found, as a table on the screen and as JSON."""
 
 import dataclasses
+import importlib.metadata
 import sys
 
-import jax
-import jaxlib
-
+from emapg_jax.sharding import device_bytes
 from experiments.compile_check import costs, inputs
 from experiments.compile_check.chips import Chip, Topology
 from experiments.compile_check.compiled import Program
+from experiments.memory_plan import at_once, memory_plan
 from experiments.programs import Programs
 
 SCHEMA = 1
@@ -38,15 +38,20 @@ class Report:
     """Programs that do not fit."""
     return [p for p in self.programs if p.refusal or (self.limit is not None and self.hbm(p) > self.limit)]
 
+  @property
+  def planned(self) -> int:
+    """What the memory plan of the run says of a device at its fullest, without compiling anything."""
+    return at_once(memory_plan(self.run))
+
   def costs(self) -> dict[str, costs.Cost]:
     """Of the programs that were compiled."""
-    found = costs.training(self.run, inputs.device_bytes(self.run.abstract_state)) | costs.sampling(self.run, self.weights)
+    found = costs.training(self.run, device_bytes(self.run.abstract_state)) | costs.sampling(self.run, self.weights)
     return {p.name: found[p.name] for p in self.programs if p.name in found}
 
   @property
   def weights(self) -> int:
     """Bytes of the rollout copy on a device."""
-    return inputs.device_bytes(inputs.copied_weights(self.run))
+    return device_bytes(inputs.copied_weights(self.run))
 
 
 def _size(count: float) -> str:
@@ -99,7 +104,7 @@ def _limit(report: Report) -> str:
   chip = report.topology.chip
   if report.limit is None:
     return "no limit: simulated devices"
-  usable = f" of the {chip.hbm / _GIB:.0f} of its datasheet" if chip and report.limit == chip.usable else ""
+  usable = f" (datasheet: {chip.hbm / _GIB:.0f})" if chip and report.limit == chip.usable else ""
   return f"{_size(report.limit)} GiB a chip can be used{usable}"
 
 
@@ -136,7 +141,8 @@ def text(report: Report) -> str:
     _bounds(report) + (f"\n{rates}" if rates else ""),
     _decoding(report),
     _misfits(report),
-    f"{verdict}: {_size(peak)} GiB at most; {_limit(report)}. Compiled only: nothing was run on such a device.",
+    f"{verdict}: {_size(peak)} GiB at most, {_size(report.planned)} by the memory plan; {_limit(report)}. "
+    "Compiled only: nothing was run on such a device.",
   )
   return "\n\n".join(part for part in parts if part)
 
@@ -156,7 +162,7 @@ def as_json(report: Report) -> dict:
   return {
     "schema": SCHEMA,
     "command": ["python", "-m", "experiments.compile_check", *sys.argv[1:]],
-    "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+    "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", *(("libtpu",) if chip else ()))},
     "arch": report.arch,
     "topology": report.topology.name,
     "chips": len(report.topology.devices),
@@ -171,6 +177,7 @@ def as_json(report: Report) -> dict:
     "fits": not report.too_large(),
     "limit": report.limit,
     "hbm": max(map(report.hbm, report.programs)),
+    "planned": report.planned,
     "bytes_per_decoded_token": step.per_token(run.rollout_mesh.size),
     "programs": [_program(report, p) for p in report.programs],
     "rl_step": {name: _cost(cost, chip, sent[name] * cost.runs) for name, cost in report.costs().items()},
