@@ -127,7 +127,7 @@ class Checkpointer:
       )
     sums = stored_tree.checksums(state)
     items = ocp.args.Composite(
-      state=ocp.args.StandardSave(stored_tree.plain(state)), host=ocp.args.JsonSave(dataclasses.asdict(host) | {"checksums": sums})
+      state=ocp.args.StandardSave(stored_tree.plain(state)), host=ocp.args.JsonSave(dataclasses.asdict(host) | {"weighted_sums": sums})
     )
     self._pending = step
     if self._retention.metric in host.evaluation:
@@ -260,14 +260,14 @@ class Checkpointer:
     self._manager.reload()
 
   def _host_state(self, values: dict[str, Any], step: int) -> tuple[HostState, dict[str, int]]:
-    names = {field.name for field in dataclasses.fields(HostState)} | {"checksums"}
+    names = {field.name for field in dataclasses.fields(HostState)} | {"weighted_sums"}
     if not isinstance(values, dict) or set(values) != names:
       held = sorted(values) if isinstance(values, dict) else f"a {type(values).__name__}"
       raise ValueError(
         f"Checkpoint {step} in {self._directory} was written by another version: its host state holds {held}, this version wants "
         f"{sorted(names)}. Resume with the version that wrote it, or use another --workdir."
       )
-    sums = values.pop("checksums")
+    sums = values.pop("weighted_sums")
     return HostState(**values), sums
 
 
@@ -322,11 +322,12 @@ def restore_policy(path: str, policy: PyTree, anchor: PyTree | None = None) -> t
   Raises:
     ValueError: there is no checkpoint, it is damaged, has no anchor, or is of another architecture.
   """
-  directory, step = _located(epath.Path(path).expanduser().absolute())
+  # The other run may go on meanwhile: all processes start from what the first finds.
+  directory, step = distributed.together(lambda: _located(epath.Path(path).expanduser().absolute()))[0]
   place, where = directory / str(step), f"Checkpoint {step} in {directory}"
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-    with files.damage_named(directory, step):
-      sums = json.loads((place / files.HOST).read_text())["checksums"]
+    with files.damage_named(directory, step, files.to_start_from):
+      sums = json.loads((place / files.HOST).read_text())["weighted_sums"]
       files.require_manifest(place)
       saved = reader.metadata(place / "state").item_metadata.tree
     if "params" not in saved:
@@ -341,7 +342,7 @@ def restore_policy(path: str, policy: PyTree, anchor: PyTree | None = None) -> t
     )
     critic = policy_of(saved["params"]) is not saved["params"]
     item = wanted | ({"params": {"policy": wanted["params"]}} if critic else {})
-    with files.damage_named(directory, step):
+    with files.damage_named(directory, step, files.to_start_from):
       arguments = ocp.checkpoint_utils.construct_restore_args(item)
       restored = reader.restore(place / "state", args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True))
       _require_unchanged(restored, sums)
@@ -350,12 +351,17 @@ def restore_policy(path: str, policy: PyTree, anchor: PyTree | None = None) -> t
 
 def _located(path: epath.Path) -> tuple[epath.Path, int]:
   """The folder and the step of the checkpoint that a path means."""
-  if path.name.isdecimal() and files.is_whole(path):
+  if path.name.isdecimal() and path.exists() and not (path / "checkpoints").exists():
+    with files.damage_named(path.parent, int(path.name), files.to_start_from):
+      if files.missing(path):
+        raise FileNotFoundError(f"{files.missing(path)[0]} is missing")
     return path.parent, int(path.name)
   steps = files.whole_steps(path / "checkpoints")
   if not steps:
+    lacking = [f"{place.name} lacks {files.missing(place)[0]}" for place in files.numbered(path / "checkpoints")]
+    why = "" if path.exists() else ", which does not exist"
     raise ValueError(
-      f"There is no checkpoint to start from in {path}: give the folder of a run, which holds checkpoints/, or one of its checkpoints, as "
-      "in RUN/checkpoints/120."
+      f"There is no checkpoint to start from in {path}{why}{f' (of what is there, {lacking[0]})' if lacking else ''}: give --init_from the "
+      "folder of a run, which holds checkpoints/, or one of its checkpoints, as in RUN/checkpoints/120."
     )
   return path / "checkpoints", max(steps)

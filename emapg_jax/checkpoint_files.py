@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: which of its entries are whole, and errors that name one and say what to do."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from etils import epath
@@ -9,6 +9,7 @@ from etils import epath
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 MANIFEST = "state/manifest.ocdbt"
 HOST = "host/metadata"
+_PARTS = ("_CHECKPOINT_METADATA", HOST, "state/_METADATA")
 
 
 def require_writable(directory: epath.Path) -> None:
@@ -22,8 +23,22 @@ def require_writable(directory: epath.Path) -> None:
     raise ValueError(f"Checkpoints can't be written to {directory} ({error}). Choose a --workdir that this user may write to.") from error
 
 
+def _to_resume(directory: epath.Path, step: int) -> str:
+  previous = max((other for other in whole_steps(directory) if other < step), default=None)
+  then = "start anew" if previous is None else f"resume from checkpoint {previous}"
+  return f"Move {directory / str(step)} away to {then}."
+
+
+def to_start_from(directory: epath.Path, step: int) -> str:
+  """What to do where a checkpoint of another run, from which one is to start, is damaged: that run may be another's, and is left alone."""
+  others = sorted((other for other in whole_steps(directory) if other != step), key=lambda other: (other > step, -other))
+  if others:
+    return f"Start from another checkpoint of that run, as by --init_from={directory / str(others[0])}, or copy this one again."
+  return "That run has no other: copy it again, if this is a copy, or start from another run."
+
+
 @contextlib.contextmanager
-def damage_named(directory: epath.Path, step: int) -> Iterator[None]:
+def damage_named(directory: epath.Path, step: int, remedy: Callable[[epath.Path, int], str] = _to_resume) -> Iterator[None]:
   """Says which checkpoint it is and what to do, whatever a cut or missing file makes the reader raise."""
   try:
     yield
@@ -31,9 +46,7 @@ def damage_named(directory: epath.Path, step: int) -> Iterator[None]:
     raise  # no memory for it says nothing of the files
   except Exception as error:
     cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    previous = max((other for other in whole_steps(directory) if other < step), default=None)
-    then = "start anew" if previous is None else f"resume from checkpoint {previous}"
-    raise ValueError(f"Checkpoint {step} in {directory} is damaged ({cause}). Move {directory / str(step)} away to {then}.") from error
+    raise ValueError(f"Checkpoint {step} in {directory} is damaged ({cause}). {remedy(directory, step)}") from error
 
 
 def require_manifest(path: epath.Path) -> None:
@@ -54,8 +67,12 @@ def whole_steps(directory: epath.Path) -> list[int]:
 
 def is_whole(path: epath.Path) -> bool:
   """Whether a numbered folder has all parts of a checkpoint; an interrupted write, or a copy, may lack one."""
-  parts = ("_CHECKPOINT_METADATA", HOST, "state/_METADATA")
-  return all((path / part).exists() for part in parts)
+  return not missing(path)
+
+
+def missing(path: epath.Path) -> list[str]:
+  """The parts of a checkpoint that a folder lacks."""
+  return [part for part in _PARTS if not (path / part).exists()]
 
 
 def free_name(path: epath.Path) -> epath.Path:

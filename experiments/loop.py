@@ -55,7 +55,9 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
         found, eval_samples = rollouts.evaluate(run, state.policy, step)
         report.evaluation(step, found)
         numbers, samples = numbers | found, samples + eval_samples
-      # The line comes before the checkpoint: the other way round a kill in between would leave a gap.
+      # No line before the last checkpoint is on disk, or a kill would lose more than `save_every` of them; the line comes before its own
+      # checkpoint, or a kill in between would leave a gap.
+      checkpointer.wait()
       log.write(step, numbers, samples if evaluated or last or step == 1 or host.bad_in_row else [])
       _stop_if_bad(run, host)
       # A resumed run saves its end even with --save_every=0: the flags it has written are no longer those of the checkpoint it came from.

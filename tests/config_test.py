@@ -1,13 +1,15 @@
 """The settings of a run: what is refused, and that flags and flagfiles carry them."""
 
 import dataclasses
+import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 from absl.flags import FlagValues
 
-from emapg_jax.config import RunConfig
+from emapg_jax.config import RUNTIME_FLAGS, RunConfig
 from emapg_jax.presets import ALGORITHMS, KL_ESTIMATORS
 from experiments import flags
 from experiments.estimators import ESTIMATORS
@@ -241,6 +243,12 @@ def test_flagfile_of_resolved_settings_reads_back(changes, tmp_path):
   flags.define(RunConfig, values)
   values(["program", f"--flagfile={tmp_path / 'flags.txt'}"])
   assert flags.read(RunConfig, values) == config
+
+
+def test_the_page_names_the_flags_that_may_differ_on_resume():
+  page = (pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+  (named,) = re.findall(r"how long and how often:(.*?)\. Any other", page, re.DOTALL)
+  assert set(re.findall(r"`(\w+)`", named)) == RUNTIME_FLAGS - {"workdir", "override"}
 
 
 def test_every_field_has_a_help_text():

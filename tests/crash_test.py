@@ -169,10 +169,6 @@ def _steps(workdir: pathlib.Path) -> tuple[int, int]:
   return max(written, default=-1), max(steps, default=-1)
 
 
-# A write is waited for before the next one begins, so at worst the lines of two intervals stand behind the newest checkpoint.
-MOST_LOST = 2 * SAVE_EVERY
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
   return Runs(tmp_path_factory.mktemp("crash"))
@@ -192,7 +188,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(runs, name):
   for kill in KILLS[name]:
     assert runs.start(workdir, kill) == -signal.SIGKILL
     line, checkpoint = _steps(workdir)
-    assert line - checkpoint <= MOST_LOST
+    assert line - checkpoint <= SAVE_EVERY
     assert kill.moment != "save" or list(workdir.glob(f"checkpoints/*{TMP_SUFFIX}"))
   assert runs.end(workdir).differences(runs.undisturbed) == []
   assert [row["step"] for row in runs.undisturbed.metrics] == list(range(STEPS + 1))
@@ -209,7 +205,7 @@ def test_a_run_that_is_asked_to_end_saves_within_its_grace_and_says_so_by_its_ex
 
 
 def main() -> int:
-  """Kills as often as asked; 1 when a run ended otherwise than the undisturbed one."""
+  """Kills as often as asked; 1 when a run ended otherwise than the undisturbed one, or lost more than it may."""
   parser = argparse.ArgumentParser(description=main.__doc__)
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
@@ -237,7 +233,7 @@ def main() -> int:
         f"{number:3}      end: " + (f"DIFFERS in {', '.join(bad[:8])}" if bad else "equal to the undisturbed run, bit for bit"), flush=True
       )
   print(f"{kills} kills ({dict(counts)}) in {number} runs, {time.time() - began:.0f} s; most steps lost {worst}; {failed} runs differ")
-  return min(failed, 1)
+  return int(failed > 0 or worst > SAVE_EVERY)
 
 
 if __name__ == "__main__":

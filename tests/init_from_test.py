@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
+import shutil
 
 import chex
 import jax
@@ -107,9 +108,11 @@ def test_another_architecture_is_refused_by_its_leaves(other, tmp_path, changes,
     begun(tmp_path, init_from=str(other[0]), **changes)
 
 
-def test_no_checkpoint_no_anchor_and_a_damaged_one(other, tmp_path):
+def test_no_checkpoint_no_anchor_and_a_part_of_a_run(other, tmp_path):
   abstract = build(SHORT).abstract_state
-  with pytest.raises(ValueError, match=rf"no checkpoint to start from in {tmp_path}/nowhere: give the folder of a run"):
+  with pytest.raises(
+    ValueError, match=rf"no checkpoint to start from in {tmp_path}/nowhere, which does not exist: give --init_from the folder of a run"
+  ):
     restore_policy(str(tmp_path / "nowhere"), abstract.policy)
   with Checkpointer(str(tmp_path / "run" / "checkpoints"), 1) as checkpointer:
     checkpointer.save(3, new_state(build(SHORT)).replace(ema_params=None), HostState())
@@ -119,8 +122,30 @@ def test_no_checkpoint_no_anchor_and_a_damaged_one(other, tmp_path):
     checkpointer.save(0, new_state(build(SHORT)).policy, HostState())
   with pytest.raises(ValueError, match=r"Checkpoint 0 in \S+ does not hold the state of a run, but embed, "):
     restore_policy(str(tmp_path / "initial" / "0"), abstract.policy)
-  path = tmp_path / "run" / "checkpoints" / "3" / "host" / "metadata"
-  name = next(iter(stored_tree.leaves({"params": abstract.policy})))
+
+
+def test_a_damaged_one_of_a_run_that_is_left_alone(other, tmp_path):
+  """What helps there is never to move that run's files away, as it is in one's own."""
+  policy = build(SHORT).abstract_state.policy
+  shutil.copytree(other[0], tmp_path / "run")
+  run, folder = str(tmp_path / "run"), tmp_path / "run" / "checkpoints"
+
+  def refused(path, cause, remedy):
+    with pytest.raises(ValueError, match=rf"^Checkpoint 2 in {folder} is damaged \({cause}\)\. {remedy}\.$"):
+      restore_policy(path, policy)
+
+  name = next(iter(stored_tree.leaves({"params": policy})))
+  path = folder / "2" / "host" / "metadata"
   path.write_text(path.read_text().replace(f'"{name}": ', f'"{name}": 1'))
-  with pytest.raises(ValueError, match=rf"Checkpoint 3 in \S+ is damaged \(not what was written: {name}\)"):
-    restore_policy(str(tmp_path / "run"), abstract.policy)
+  other_one = rf"Start from another checkpoint of that run, as by --init_from={folder}/1, or copy this one again"
+  refused(run, f"not what was written: {name}", other_one)
+  (folder / "2" / "state" / "manifest.ocdbt").unlink()
+  refused(run, "state/manifest.ocdbt is missing", other_one)
+  path.unlink()
+  refused(str(folder / "2"), "host/metadata is missing", other_one)
+  restore_policy(run, policy)  # of what is whole, the newest
+  (folder / "1" / "host" / "metadata").unlink()
+  no_other = "That run has no other: copy it again, if this is a copy, or start from another run"
+  refused(str(folder / "2"), "host/metadata is missing", no_other)
+  with pytest.raises(ValueError, match=rf"in {run} \(of what is there, [12] lacks host/metadata\): give --init_from the folder of a run"):
+    restore_policy(run, policy)
