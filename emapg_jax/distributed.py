@@ -6,11 +6,14 @@ process nothing here communicates.
 """
 
 import contextlib
+import itertools
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +28,12 @@ T = TypeVar("T")
 _FIRST_PIECE = 4096  # bytes; most messages are no longer
 _IN_FLIGHT = 2**28  # bytes that a gather has on a device at a time, of all processes
 _LAST_WORDS = 1.0  # seconds that process 0 leaves the others to say what went wrong: they end when it does
+
+
+# How a program that exchanges something says that another process has gone.
+_LOST_TOUCH = re.compile(r"gloo|nccl|unavailable|connection|deadline_exceeded", re.IGNORECASE)
+
+_boards = itertools.count()
 
 
 class OtherProcessError(RuntimeError):
@@ -46,7 +55,7 @@ def initialize(
     num_processes: how many there are.
     process_id: which of them this one is, from 0.
     heartbeat_timeout: seconds after which a process that gives no sign of life counts as dead; JAX then ends the others.
-    patience: seconds to wait for processes that start later.
+    patience: seconds to wait for processes that start later; after them this one ends, with exit code 1.
 
   Raises:
     ValueError: the environment says nothing of other processes, the coordinator can't be reached, or devices and processes don't add up.
@@ -54,14 +63,15 @@ def initialize(
   if coordinator is not None:
     _require_reachable(coordinator, num_processes, process_id, patience)
   try:
-    jax.distributed.initialize(
-      coordinator,
-      num_processes,
-      process_id,
-      cluster_detection_method=None if coordinator is None else "deactivate",
-      initialization_timeout=patience,
-      heartbeat_timeout_seconds=heartbeat_timeout,
-    )
+    with _ended_after(patience, coordinator, num_processes):
+      jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method=None if coordinator is None else "deactivate",
+        initialization_timeout=patience + 60,  # after which it ends the process with a stack trace
+        heartbeat_timeout_seconds=heartbeat_timeout,
+      )
   except (ValueError, RuntimeError) as error:
     cause = (str(error).strip() or type(error).__name__).splitlines()[0]
     mend = (
@@ -86,18 +96,19 @@ def _require_reachable(coordinator: str, num_processes: int, process_id: int, pa
   if process_id == 0:
     try:
       with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a run that has just ended don't take it
         probe.bind(("", int(port)))
     except OSError as error:
       raise ValueError(
         f"Process 0 can't listen at port {port} of --coordinator={coordinator} ({error}): choose a free port, and give --process_id=0 once."
       ) from error
-    others = f"{num_processes - 1} other process{'es' if num_processes > 2 else ''}"
-    print(f"process 0 waits at {coordinator} for {others}, at most {patience} s", file=sys.stderr, flush=True)
+    print(f"process 0 of {num_processes} waits for the others at {coordinator}, at most {patience} s", file=sys.stderr, flush=True)
     return
   deadline = time.monotonic() + patience
   while True:
     try:
       socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+      print(f"process {process_id} of {num_processes} has found process 0 at {coordinator}", file=sys.stderr, flush=True)
       return
     except OSError as error:
       if time.monotonic() > deadline:
@@ -106,6 +117,31 @@ def _require_reachable(coordinator: str, num_processes: int, process_id: int, pa
           "host, and let this one through to its port."
         ) from error
     time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _ended_after(patience: float, coordinator: str | None, num_processes: int | None) -> Iterator[None]:
+  """Ends the process with a message where the body takes longer: JAX waits in code that no exception reaches, and tells nobody who came."""
+
+  def end():
+    told = (
+      f" at {coordinator} within {patience:g} s. Each says so on its own screen once it has found that place: start those that don't, each "
+      "with its own --process_id, and let them through to the port."
+      if coordinator
+      else f" within {patience:g} s. Start the program on every host of the slice, or as every task of the job; the hosts must reach the "
+      "first of them."
+    )
+    every = "" if num_processes is None else f"{num_processes} "
+    print(f"error: Not all {every}processes have met{told}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+  timer = threading.Timer(patience, end)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 def _require_even_devices(num_processes: int | None) -> None:
@@ -168,8 +204,7 @@ def _all_gather(piece: bytes, size: int) -> np.ndarray:
   try:
     found = multihost_utils.process_allgather(words)
   except (RuntimeError, ValueError) as error:
-    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise OtherProcessError(f"Another process can't be reached any more ({cause}): look at what it has printed.") from error
+    raise _out_of_reach(error) from error
   return np.ascontiguousarray(found).view(np.uint8)
 
 
@@ -199,6 +234,38 @@ def together(function: Callable[[], T]) -> list[T]:
     if text:
       raise OtherProcessError(f"Process {process} failed, and so the run stops everywhere: {text}")
   return [value for value, _ in outcomes]
+
+
+class Board:
+  """Notes between processes that are at different places in the program: whoever looks sees what was posted before, and waits for nobody.
+
+  All processes must make their boards in the same order. Each look asks process 0, which takes a fraction of a millisecond.
+  """
+
+  def __init__(self):
+    from jax._src import distributed  # its key-value store, which JAX has no public name for
+
+    self._client, self._folder = distributed.global_state.client, f"emapg_jax/board/{next(_boards)}/"
+
+  def post(self, name: str, text: str) -> None:
+    """Leaves a note, unless one of this name is there."""
+    try:
+      self._client.key_value_set(self._folder + name, text)
+    except RuntimeError as error:
+      if "ALREADY_EXISTS" not in str(error):
+        raise _out_of_reach(error) from error
+
+  def read(self) -> dict[str, str]:
+    """All notes, by name."""
+    try:
+      return {key.removeprefix(self._folder): text for key, text in self._client.key_value_dir_get(self._folder)}
+    except RuntimeError as error:
+      raise _out_of_reach(error) from error
+
+
+def _out_of_reach(error: Exception) -> OtherProcessError:
+  cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+  return OtherProcessError(f"Another process can't be reached any more ({cause}): look at what it has printed.")
 
 
 def place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
@@ -258,8 +325,11 @@ def ended_by_an_error() -> Iterator[None]:
     stops_as_agreed = isinstance(error, SystemExit) and error.code != 1
     if count() == 1 or stops_as_agreed:
       raise
-    if not isinstance(error, SystemExit | KeyboardInterrupt):
+    if isinstance(error, jax.errors.JaxRuntimeError) and _LOST_TOUCH.search(str(error)):
+      print(f"error: {_out_of_reach(error)}", file=sys.stderr)
+    elif not isinstance(error, SystemExit | KeyboardInterrupt):
       traceback.print_exc()
+    if not isinstance(error, SystemExit | KeyboardInterrupt):
       print(f"process {index()} of {count()} has failed; the others end with it, or ended before it", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(OSError, ValueError):

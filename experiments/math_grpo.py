@@ -5,6 +5,12 @@ python -m experiments.math_grpo --flagfile=experiments/flags/X.flags   a recipe;
 python -m experiments.math_grpo --distributed ...                      on every worker of a TPU pod slice, or as every task of SLURM
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+  # Until a run can save, Ctrl-C has nothing to wait for: an exception would be shown by one import, and swallowed by another.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import dataclasses
 import datetime

@@ -78,18 +78,38 @@ class StopRequest:
   def may_leave_rollouts(self, run: Run):
     """Inside, a request ends sampling between two blocks of decoding with RolloutsGivenUp, and only what can be drawn again is lost.
 
-    Not where several processes sample together: they would have to leave at the same block.
+    With several processes a request to any of them is one to all, which leave within a block or two of their own.
     """
     sampler = run.sampler
 
-    def between_blocks():
+    def leave():
       if self.asked:
         raise RolloutsGivenUp
 
     before = sampler.between_blocks
-    if len(run.team.processes) == 1:
-      sampler.between_blocks = between_blocks
+    sampler.between_blocks = leave if distributed.count() == 1 else _LeaveTogether(self, run.team.processes)
     try:
       yield
     finally:
       sampler.between_blocks = before
+
+
+class _LeaveTogether:
+  """Called between two blocks: lets the processes of a team leave behind the same one, or some would wait for what others don't compute.
+
+  A process that hears of a request behind block b posts b + 1 for its team before it begins that block. No other can be done with the block
+  before it has begun here, since its tokens are exchanged: so behind block b + 1 all find the note, and whoever found it earlier waits.
+  """
+
+  def __init__(self, request: StopRequest, team: tuple[int, ...]):
+    self._request, self._team = request, str(team[0])
+    self._board, self._done = distributed.Board(), 0
+
+  def __call__(self) -> None:
+    self._done += 1
+    last = self._board.read()
+    if self._team in last:
+      if self._done >= int(last[self._team]):
+        raise RolloutsGivenUp
+    elif last or self._request.asked:
+      self._board.post(self._team, str(self._done + 1))

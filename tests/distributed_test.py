@@ -2,8 +2,11 @@
 
 import os
 import pickle
+import random
+import re
 import signal
 import socket
+import threading
 import time
 import types
 
@@ -12,7 +15,8 @@ import numpy as np
 import pytest
 
 from emapg_jax import distributed
-from experiments import build, resume, stopping
+from emapg_jax.config import RunConfig
+from experiments import build, resume, rollouts, stopping
 from experiments.launch import Launch
 
 
@@ -83,6 +87,64 @@ def test_one_that_is_asked_to_stop_is_enough(monkeypatch):
   assert not stopping.StopRequest().agreed()
 
 
+def test_ctrl_c_to_another_is_ctrl_c_to_all(monkeypatch):
+  Others(monkeypatch, 2, {1: signal.SIGINT})
+  request = stopping.StopRequest()
+  assert request.agreed() and request.exit_code == 130
+
+
+class Board:
+  """A `distributed.Board` of processes that are all here."""
+
+  def __init__(self):
+    self.notes = {}
+
+  def post(self, name, text):
+    self.notes.setdefault(name, text)
+
+  def read(self):
+    return dict(self.notes)
+
+
+class Sampling:
+  """A process in its rollouts."""
+
+  def __init__(self, team):
+    self.team, self.request, self.blocks, self.left = team, stopping.StopRequest(), 0, False
+    self.between_blocks = stopping._LeaveTogether(self.request, team)
+
+  def can_end_a_block(self, others):
+    """Those of its team have all begun that block, too."""
+    team = [other for other in others if other.team == self.team]
+    return not self.left and all(other.blocks > self.blocks or (other.blocks == self.blocks and not other.left) for other in team)
+
+  def end_a_block(self):
+    self.blocks += 1
+    try:
+      self.between_blocks()
+    except rollouts.RolloutsGivenUp:
+      self.left = True
+
+
+@pytest.mark.parametrize("teams", [[(0, 1)], [(0, 1, 2), (3, 4, 5)], [(0,), (1,)]], ids=str)
+def test_a_team_leaves_its_rollouts_behind_one_block_whoever_is_asked_when(monkeypatch, teams):
+  for seed in range(100):
+    rng, board = random.Random(seed), Board()
+    monkeypatch.setattr(distributed, "Board", lambda: board)  # noqa: B023
+    processes = [Sampling(team) for team in teams for _ in team]
+    asked, turns, done = rng.sample(processes, 2), [rng.randrange(30) for _ in range(2)], None
+    for turn in range(1000):
+      for process in (process for process, when in zip(asked, turns) if when == turn):
+        process.request.signal = signal.SIGTERM
+      able = [process for process in processes if process.can_end_a_block(processes)]
+      if not able:
+        break
+      rng.choice(able).end_a_block()
+      done = [process.blocks for process in processes] if board.notes and done is None else done
+    assert all(process.left for process in processes), "none waits for one that has left"
+    assert all(process.blocks <= before + 2 for process, before in zip(processes, done)), "of other teams, too"
+
+
 def test_process_0_decides(monkeypatch):
   Others(monkeypatch, 2, {0: "first"}, index=1)
   assert distributed.from_first("second") == "first"
@@ -120,7 +182,17 @@ def test_a_folder_that_another_does_not_see(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
   ("error", "code", "printed"),
-  [(SystemExit(1), 1, ""), (KeyboardInterrupt(), 130, ""), (TypeError("odd"), 1, "TypeError: odd\nprocess 1 of 2 has failed")],
+  [
+    (SystemExit(1), 1, r"^$"),
+    (KeyboardInterrupt(), 130, r"^$"),
+    (TypeError("odd"), 1, r"Traceback[\s\S]*TypeError: odd\nprocess 1 of 2 has failed"),
+    (jax.errors.JaxRuntimeError("INTERNAL: out of hands"), 1, r"Traceback[\s\S]*out of hands\nprocess 1 of 2 has failed"),
+    (
+      jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection closed by peer\nat f()"),
+      1,
+      r"^error: Another process can't be reached any more \(UNKNOWN: Gloo AllGather failed: .*peer\): look .*\nprocess 1 of 2 has failed",
+    ),
+  ],
 )
 def test_a_process_that_fails_ends_at_once(monkeypatch, capsys, error, code, printed):
   class Ended(BaseException):
@@ -138,7 +210,7 @@ def test_a_process_that_fails_ends_at_once(monkeypatch, capsys, error, code, pri
     with pytest.raises(Ended), distributed.ended_by_an_error():
       raise error
     if process:
-      assert printed in capsys.readouterr().err
+      assert re.search(printed, capsys.readouterr().err)
   assert codes == [code, code]
   assert slept == [1.0], "process 0 is the one that the others hear the end of"
 
@@ -166,6 +238,35 @@ def test_a_coordinator_that_is_not_there():
     address = f"localhost:{free.getsockname()[1]}"
   with pytest.raises(ValueError, match=rf"Process 1 could not reach the coordinator at {address} within 0 s.*start process 0"):
     distributed.initialize(address, 2, 1, patience=0)
+
+
+@pytest.mark.parametrize(
+  ("coordinator", "text"),
+  [
+    ("localhost:1", r"Not all 2 processes have met at localhost:1 within 0\.01 s.*--process_id"),
+    (None, "Not all processes have met within 0"),
+  ],
+)
+def test_processes_that_never_come(monkeypatch, capsys, coordinator, text):
+  ended, codes = threading.Event(), []
+
+  def initialize(*_, **__):
+    assert ended.wait(10)
+    raise RuntimeError("ended")
+
+  monkeypatch.setattr(distributed, "_require_reachable", lambda *_: None)
+  monkeypatch.setattr(jax.distributed, "initialize", initialize)
+  monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+  with pytest.raises(ValueError, match=r"could not be connected \(ended\)"):
+    distributed.initialize(coordinator, coordinator and 2, coordinator and 0, patience=0.01)
+  assert codes == [1]
+  assert re.search(text, capsys.readouterr().err)
+
+
+def test_prompts_that_can_not_be_shared_out(monkeypatch):
+  with_processes(monkeypatch, 2)
+  with pytest.raises(ValueError, match=r"--prompts_per_step=5 can't be shared out over 2 processes.*: make it a multiple of 2"):
+    build.build(RunConfig(task="add", prompts_per_step=5, mini_batches=1))
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:port", "host:70000"])

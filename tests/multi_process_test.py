@@ -3,22 +3,26 @@
 import dataclasses
 import json
 import os
+import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import types
 
+import chex
 import jax
 import numpy as np
 import pytest
 
-from emapg_jax.checkpoint import Checkpointer
+from emapg_jax.checkpoint import Checkpointer, HostState, restore_policy
 from emapg_jax.config import RunConfig
 from emapg_jax.envs.embedded import AddTask
-from experiments.build import build
+from emapg_jax.rollout import sampler
+from experiments import warmup
+from experiments.build import build, new_state
 
 pytestmark = pytest.mark.multi_process
 
@@ -44,16 +48,20 @@ TINY = RunConfig(
   eval_every=1,
   eval_problems=9,
   save_every=1,
-  keep_last=9,
+  keep_last=2,
   samples_logged=9,
 )
+# What several processes must decide alike: batches to sample again, which checkpoint is the best; and an anchor on the hosts.
+ALIKE = {"warmup_steps": 0, "init_anchor": True, "dynamic_sampling": True, "max_refills": 3, "anchor_memory": "pinned_host"}
+ALIKE |= {"keep_best": 1, "best_metric": "eval_sampled"}
 TIMES = ("seconds_", "tokens_per_second")
 HEARTBEAT = 6  # seconds
 FAILING, FLAWED = "TEST_FAILING_PROCESS", "a flaw in the reward"
+HELD, BLOCK = "TEST_HELD", "a block of decoding"
 
 
 class Even(AddTask):
-  """Each even digit of a response is worth the same, so that responses of any model differ; counts what it has scored."""
+  """Whether a response begins with an even digit, so that those of any model differ, but not of each group; counts what it has scored."""
 
   scored = 0
 
@@ -61,7 +69,7 @@ class Even(AddTask):
     if os.environ.get(FAILING) == str(jax.process_index()):
       raise ZeroDivisionError(FLAWED)
     self.scored += 1
-    return sum(symbol in "02468" for symbol in response.split()) / 8
+    return float(response[:1] in tuple("02468"))
 
   def metrics(self):
     scored, self.scored = self.scored, 0
@@ -69,6 +77,19 @@ class Even(AddTask):
 
 
 def make():
+  """For --task; where TEST_HELD is the folder of a run, its third step waits in the rollouts until a file `go` is there."""
+  folder, step = os.environ.get(HELD), sampler._Work.step
+
+  def held_step(work):
+    metrics = pathlib.Path(folder, "metrics.jsonl")
+    if metrics.exists() and len(metrics.read_text().splitlines()) == 3:
+      print(BLOCK, flush=True)
+      while not metrics.with_name("go").exists():
+        time.sleep(0.02)
+    return step(work)
+
+  if folder:
+    sampler._Work.step = held_step
   return Even(1)
 
 
@@ -108,13 +129,17 @@ class Processes:
     deadline = time.monotonic() + seconds
     return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
 
-  def wait_for_step(self, step):
-    path, deadline = self.workdir / "metrics.jsonl", time.monotonic() + 120
+  def wait_for(self, condition):
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and all(process.poll() is None for process in self.processes):
-      if path.exists() and len(path.read_text().splitlines()) > step:
+      if condition():
         return
       time.sleep(0.05)
-    raise AssertionError(f"no step {step}: {self.output(0)}")
+    raise AssertionError(f"it did not come to that: {self.output(0)}")
+
+  def wait_for_step(self, step):
+    path = self.workdir / "metrics.jsonl"
+    self.wait_for(lambda: path.exists() and len(path.read_text().splitlines()) > step)
 
 
 def _is_changed(config, field):
@@ -132,9 +157,14 @@ def lines(workdir, name="metrics.jsonl"):
   return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
 
 
+def here():
+  """The same model in this process, on all its devices."""
+  return build(dataclasses.replace(TINY, mesh="data:1,tensor:1,fsdp:-1"))
+
+
 def state_at(workdir, step):
   """A checkpoint, read by this process."""
-  abstract = build(dataclasses.replace(TINY, mesh="data:1,tensor:1,fsdp:-1", task="add", digits=1)).abstract_state
+  abstract = here().abstract_state
   with Checkpointer(str(workdir / "checkpoints"), 9) as checkpointer:
     assert checkpointer.latest_step() == step
     state, host = checkpointer.restore_latest(abstract)
@@ -142,43 +172,67 @@ def state_at(workdir, step):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-  """One process with two devices."""
-  workdir = tmp_path_factory.mktemp("alone") / "run"
-  completed(dataclasses.replace(TINY, mesh="data:1,fsdp:2"), workdir, devices=2)
+def other(tmp_path_factory):
+  """Another run, of one process, whose checkpoint is of its model after a warm-up, with an anchor of its own."""
+  workdir = tmp_path_factory.mktemp("other")
+  run = here()
+  state = warmup.warm_up(run, new_state(run), types.SimpleNamespace(agreed=lambda: False))
+  with Checkpointer(str(workdir / "checkpoints"), 1) as checkpointer:
+    checkpointer.save(5, state.replace(ema_params=jax.tree.map(lambda x: 0.9 * x, state.params)), HostState())
   return workdir
+
+
+def begun_from(other, **changes):
+  return dataclasses.replace(TINY, **{"mesh": "data:1,fsdp:2", "init_from": str(other)} | ALIKE | changes)
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory):
-  """Two processes with a device each, that end after step 2."""
-  workdir = tmp_path_factory.mktemp("together") / "run"
-  completed(dataclasses.replace(TINY, steps=2, mesh="data:1,fsdp:2"), workdir, count=2)
+def alone(other, tmp_path_factory):
+  """One process with two devices."""
+  workdir = tmp_path_factory.mktemp("alone") / "run"
+  completed(begun_from(other), workdir, devices=2)
   return workdir
 
 
-def test_two_processes_compute_what_one_does_bit_for_bit(alone, together, tmp_path):
-  assert lines(together) == lines(alone)[:3]
-  assert lines(together, "samples.jsonl") == [row for row in lines(alone, "samples.jsonl") if row["step"] <= 2]
-  assert [row["scored"] for row in lines(together)[1:]] == [16, 16]
-  assert all(row["eval_scored"] == 18 for row in lines(together))
-  assert all(row["reward_std"] > 0 for row in lines(together)[1:])
-  found, host = state_at(together, 2)
-  shutil.copytree(alone / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
-  expected, expected_host = state_at(tmp_path, 2)
+def checkpoints(workdir):
+  return {path.name for path in (workdir / "checkpoints").iterdir()}
+
+
+def test_two_processes_compute_what_one_does_bit_for_bit(other, alone, tmp_path):
+  """Each samples its own share."""
+  workdir = tmp_path / "run"
+  completed(begun_from(other), workdir, count=2)
+  assert lines(workdir) == lines(alone)
+  assert lines(workdir, "samples.jsonl") == lines(alone, "samples.jsonl")
+  sampled = [row["groups_sampled"] for row in lines(workdir)[1:]]
+  assert [row["scored"] for row in lines(workdir)[1:]] == [4 * groups for groups in sampled]
+  assert max(sampled) > 4, "some groups have one score, and others are sampled for them"
+  assert all(row["eval_scored"] == 18 for row in lines(workdir))
+  found, host = state_at(workdir, 3)
+  expected, expected_host = state_at(alone, 3)
   assert found.keys() == expected.keys()
   for name, value in expected.items():
     np.testing.assert_array_equal(found[name], value, err_msg=name)
   assert dataclasses.replace(host, flags={}) == dataclasses.replace(expected_host, flags={})
-  assert not any(name.startswith("process") for name in os.listdir(together))
+  assert checkpoints(workdir) == checkpoints(alone) > {"2", "3"}, "the best one is neither of the newest two"
+  assert not any(name.startswith("process") for name in os.listdir(workdir))
 
 
-def test_four_processes_go_on_where_two_stopped(alone, together, tmp_path):
-  """Two and two of them sample together, each with a part of the model."""
+def test_a_team_leaves_its_rollouts_together_and_four_processes_go_on(other, alone, tmp_path):
+  """Two that sample together, of which one is asked to end in the third step; then two and two of them, each with a part of the model."""
   workdir = tmp_path / "run"
-  shutil.copytree(together, workdir)
-  completed(dataclasses.replace(TINY, mesh="data:2,fsdp:2", rollout_mesh="data:2,tensor:2"), workdir, count=4)
-  assert "resumed at step 2" in (tmp_path / "run.4.0.txt").read_text()
+  config = begun_from(other, rollout_mesh="tensor:2", decode_block=1, save_every=9)
+  with Processes(config, workdir, count=2, environment={HELD: str(workdir)}) as run:
+    run.wait_for(lambda: BLOCK in run.output(1))
+    run.processes[1].send_signal(signal.SIGTERM)
+    (workdir / "go").touch()
+    assert run.codes() == [0, 0], run.output(0) + run.output(1)
+    assert "stopped at step 2 of 3" in run.output(0)
+    assert [run.output(i).count(BLOCK) for i in range(2)] == [2, 2], "the one it heard in, and the next"
+  completed(begun_from(other, mesh="data:2,fsdp:2", rollout_mesh="data:2,tensor:2"), workdir, count=4)
+  told = (tmp_path / "run.4.0.txt").read_text()
+  assert "resumed at step 2" in told
+  assert "rollouts: 8 slots, 2 prompts prefilled at a time in each of 2 teams of processes, blocks" in told
   for found, expected in zip(lines(workdir), lines(alone), strict=True):
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
   assert lines(workdir, "samples.jsonl") == lines(alone, "samples.jsonl")
@@ -188,19 +242,8 @@ def test_four_processes_go_on_where_two_stopped(alone, together, tmp_path):
 
 
 QUICK = dataclasses.replace(
-  TINY, steps=100_000, warmup_steps=0, eval_every=0, eval_problems=2048, save_every=0, keep_last=2, keep_initial="off", mesh="data:1,fsdp:2"
+  TINY, steps=100_000, warmup_steps=0, eval_every=0, eval_problems=2048, save_every=0, keep_initial="off", mesh="data:1,fsdp:2"
 )
-
-
-def test_one_that_is_asked_to_stop_stops_all(tmp_path):
-  with Processes(QUICK, tmp_path / "run", count=2) as run:
-    run.wait_for_step(2)
-    run.processes[1].send_signal(signal.SIGINT)
-    assert run.codes() == [130, 130], run.output(0) + run.output(1)
-  saved = lines(tmp_path / "run")[-1]["step"]
-  assert (tmp_path / "run" / "checkpoints" / str(saved)).is_dir()
-  assert f"stopped at step {saved}" in run.output(0)
-  assert "stopped at step" not in run.output(1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -217,16 +260,14 @@ def test_none_waits_for_one_that_is_gone(number, tmp_path):
   assert re.search("|".join(told), run.output(0)), run.output(0)
 
 
-def test_an_error_in_the_task_of_one_is_told_by_all(tmp_path):
-  with Processes(QUICK, tmp_path / "run", count=2, environment={FAILING: "1"}) as run:
+def test_after_the_same_warm_up_as_in_one_process_an_error_in_the_task_of_one_is_told_by_all(other, tmp_path):
+  config = dataclasses.replace(QUICK, warmup_steps=TINY.warmup_steps, keep_initial="on")
+  with Processes(config, tmp_path / "run", count=2, environment={FAILING: "1"}) as run:
     assert run.codes() == [1, 1]
   assert FLAWED in run.output(1)
   assert "error in process 0 of 2: Process 1 failed, and so the run stops everywhere: TaskError: " in run.output(0)
-
-
-def test_prompts_that_can_not_be_shared_out(tmp_path):
-  with Processes(dataclasses.replace(QUICK, prompts_per_step=5, mini_batches=1), tmp_path / "run", count=2) as run:
-    assert run.codes() == [1, 1]
-  for i in range(2):
-    assert f"error in process {i} of 2: --prompts_per_step=5 can't be shared out over 2 processes" in run.output(i)
-    assert "Traceback" not in run.output(i)
+  policy = here().abstract_state.policy
+  with Checkpointer(str(tmp_path / "run" / "initial"), 1) as initial:
+    found, _ = initial.restore_latest(policy)
+  expected, _, _ = restore_policy(str(other), policy)
+  chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)

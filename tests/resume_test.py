@@ -6,6 +6,8 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import types
 
 import jax
@@ -128,6 +130,16 @@ def test_a_second_signal_ends_at_once():
         send(signal.SIGINT)
   finally:
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_still_being_imported_ends_without_a_word(number):
+  line = [sys.executable, "-X", "importtime", "-m", "experiments.math_grpo"]
+  with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+    assert any("jax._src.config" in words for words in process.stderr)
+    process.send_signal(number)
+    assert [words for words in process.stderr if not words.startswith("import time:")] == []
+  assert process.returncode == -number
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
