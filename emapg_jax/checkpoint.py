@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import logging
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ class _OrbaxRecords(logging.Filter):
 logging.getLogger("absl").addFilter(_OrbaxRecords())
 # What is left of a write that failed is reported there once more for each file, with a traceback.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+_OTHER_VERSION = "Resume with the version that wrote it, or use another --workdir."
 
 
 class CheckpointError(RuntimeError):
@@ -126,9 +130,7 @@ class Checkpointer:
         "latest. Resume from it, or use another --workdir."
       )
     sums = stored_tree.checksums(state)
-    items = ocp.args.Composite(
-      state=ocp.args.StandardSave(stored_tree.plain(state)), host=ocp.args.JsonSave(dataclasses.asdict(host) | {"weighted_sums": sums})
-    )
+    items = ocp.args.Composite(state=ocp.args.StandardSave(stored_tree.plain(state)), host=ocp.args.JsonSave(_sealed(host, step, sums)))
     self._pending = step
     if self._retention.metric in host.evaluation:
       self._retention.values[step] = host.evaluation[self._retention.metric]
@@ -165,7 +167,7 @@ class Checkpointer:
     with files.damage_named(self._directory, step):
       files.require_manifest(self._directory / str(step))
       restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()))
-    host, sums = self._host_state(restored["host"], step)
+    host, sums = _opened(restored["host"], self._directory, step)
     with files.damage_named(self._directory, step):
       _require_unchanged(restored["state"], sums)
     return stored_tree.typed(restored["state"], abstract_state), host
@@ -197,7 +199,7 @@ class Checkpointer:
       return None
     with files.damage_named(self._directory, step):
       host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-    return self._host_state(host, step)[0].flags
+    return _opened(host, self._directory, step)[0].flags
 
   def wait(self) -> None:
     """Blocks until the checkpoint being written is committed.
@@ -259,16 +261,35 @@ class Checkpointer:
       multihost_utils.sync_global_devices("checkpoint leftovers removed")
     self._manager.reload()
 
-  def _host_state(self, values: dict[str, Any], step: int) -> tuple[HostState, dict[str, int]]:
-    names = {field.name for field in dataclasses.fields(HostState)} | {"weighted_sums"}
-    if not isinstance(values, dict) or set(values) != names:
-      held = sorted(values) if isinstance(values, dict) else f"a {type(values).__name__}"
-      raise ValueError(
-        f"Checkpoint {step} in {self._directory} was written by another version: its host state holds {held}, this version wants "
-        f"{sorted(names)}. Resume with the version that wrote it, or use another --workdir."
-      )
-    sums = values.pop("weighted_sums")
-    return HostState(**values), sums
+
+def _sealed(host: HostState, step: int, sums: dict[str, int]) -> dict[str, Any]:
+  """What is written beside the arrays, with a checksum of its own."""
+  values = dataclasses.asdict(host) | {"step": step, "array_sums": sums}
+  return values | {"checksum": _checksum(values)}
+
+
+def _checksum(values: dict[str, Any]) -> int:
+  return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def _opened(
+  values: Any, directory: epath.Path, step: int, remedy: files.Remedy = files.to_resume, other_version: str = _OTHER_VERSION
+) -> tuple[HostState, dict[str, int]]:
+  """What `_sealed` made, and the sums of the arrays; ValueError where it is of another version, has been changed, or is of another step."""
+  names = {field.name for field in dataclasses.fields(HostState)} | {"step", "array_sums", "checksum"}
+  if not isinstance(values, dict) or set(values) != names:
+    held = sorted(values) if isinstance(values, dict) else f"a {type(values).__name__}"
+    raise ValueError(
+      f"Checkpoint {step} in {directory} was written by another version: its host state holds {held}, this version wants {sorted(names)}. "
+      f"{other_version}"
+    )
+  with files.damage_named(directory, step, remedy):
+    if values.pop("checksum") != _checksum(values):
+      raise ValueError(f"{files.HOST} is not what was written")
+    if (written := values.pop("step")) != step:
+      raise ValueError(f"it was written as checkpoint {written}")
+  sums = values.pop("array_sums")
+  return HostState(**values), sums
 
 
 def flags_difference(
@@ -327,9 +348,10 @@ def restore_policy(path: str, policy: PyTree, anchor: PyTree | None = None) -> t
   place, where = directory / str(step), f"Checkpoint {step} in {directory}"
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
     with files.damage_named(directory, step, files.to_start_from):
-      sums = json.loads((place / files.HOST).read_text())["weighted_sums"]
+      host = json.loads((place / files.HOST).read_text())
       files.require_manifest(place)
       saved = reader.metadata(place / "state").item_metadata.tree
+    _, sums = _opened(host, directory, step, files.to_start_from, "Start from a run of this version.")
     if "params" not in saved:
       raise ValueError(f"{where} does not hold the state of a run, but {', '.join(saved)}: give one of RUN/checkpoints.")
     if anchor is not None and not jax.tree.leaves(saved["ema_params"]):
@@ -351,7 +373,7 @@ def restore_policy(path: str, policy: PyTree, anchor: PyTree | None = None) -> t
 
 def _located(path: epath.Path) -> tuple[epath.Path, int]:
   """The folder and the step of the checkpoint that a path means."""
-  if path.name.isdecimal() and path.exists() and not (path / "checkpoints").exists():
+  if files.is_step(path.name) and files.is_begun(path):
     with files.damage_named(path.parent, int(path.name), files.to_start_from):
       if files.missing(path):
         raise FileNotFoundError(f"{files.missing(path)[0]} is missing")

@@ -9,6 +9,7 @@ from etils import epath
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 MANIFEST = "state/manifest.ocdbt"
 HOST = "host/metadata"
+Remedy = Callable[[epath.Path, int], str]  # what to do about a damaged checkpoint in a folder
 _PARTS = ("_CHECKPOINT_METADATA", HOST, "state/_METADATA")
 
 
@@ -23,7 +24,8 @@ def require_writable(directory: epath.Path) -> None:
     raise ValueError(f"Checkpoints can't be written to {directory} ({error}). Choose a --workdir that this user may write to.") from error
 
 
-def _to_resume(directory: epath.Path, step: int) -> str:
+def to_resume(directory: epath.Path, step: int) -> str:
+  """What to do where a checkpoint of this run is damaged."""
   previous = max((other for other in whole_steps(directory) if other < step), default=None)
   then = "start anew" if previous is None else f"resume from checkpoint {previous}"
   return f"Move {directory / str(step)} away to {then}."
@@ -38,7 +40,7 @@ def to_start_from(directory: epath.Path, step: int) -> str:
 
 
 @contextlib.contextmanager
-def damage_named(directory: epath.Path, step: int, remedy: Callable[[epath.Path, int], str] = _to_resume) -> Iterator[None]:
+def damage_named(directory: epath.Path, step: int, remedy: Remedy = to_resume) -> Iterator[None]:
   """Says which checkpoint it is and what to do, whatever a cut or missing file makes the reader raise."""
   try:
     yield
@@ -57,7 +59,12 @@ def require_manifest(path: epath.Path) -> None:
 
 def numbered(directory: epath.Path) -> list[epath.Path]:
   """The entries with the name of a step, whole or not."""
-  return [path for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()] if directory.exists() else []
+  return [path for path in directory.iterdir() if is_step(path.name) and path.is_dir()] if directory.exists() else []
+
+
+def is_step(name: str) -> bool:
+  """Whether a checkpoint would have this name: a number, written in one way."""
+  return name.isdecimal() and name == str(int(name))
 
 
 def whole_steps(directory: epath.Path) -> list[int]:
@@ -68,6 +75,11 @@ def whole_steps(directory: epath.Path) -> list[int]:
 def is_whole(path: epath.Path) -> bool:
   """Whether a numbered folder has all parts of a checkpoint; an interrupted write, or a copy, may lack one."""
   return not missing(path)
+
+
+def is_begun(path: epath.Path) -> bool:
+  """Whether a folder has any part of a checkpoint."""
+  return any((path / part).exists() for part in _PARTS)
 
 
 def missing(path: epath.Path) -> list[str]:

@@ -78,25 +78,28 @@ def require_same_leaves(saved: PyTree, wanted: PyTree, where: str, remedy: str) 
     )
 
 
-def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
-  """An odd uint32 for each place of an array, without a pattern."""
+def _place(shape: tuple[int, ...]) -> jax.Array:
+  """The number of each place of an array, modulo 2³²."""
   place = jnp.zeros(shape, jnp.uint32)
   for axis, size in enumerate(shape):
     place = place * np.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-  mixed = place * np.uint32(0x9E3779B1)
-  return (mixed ^ (mixed >> 15)) | 1
+  return place
 
 
 @jax.jit
 def _sum_of_bits(x: jax.Array) -> jax.Array:
   bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
-  return jnp.sum(bits.astype(jnp.uint32) * _odd_weights(bits.shape), dtype=jnp.uint32)
+  # Each step can be undone, so that no two values of a word become the same; MurmurHash3 ends with these.
+  mixed = bits.astype(jnp.uint32) ^ (_place(bits.shape) * np.uint32(0x9E3779B1))
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+  return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
 
 def checksums(tree: PyTree) -> dict[str, int]:
-  """For each leaf the sum of its bits, read as whole numbers and each weighted by its place, modulo 2³².
+  """For each leaf the sum of its words, each mixed with its place, modulo 2³².
 
-  One flipped bit always changes it, and parts that changed places nearly always; another mesh never does.
+  One flipped bit always changes it; several, or parts that changed places, all but once in 2³²; another mesh never does.
 
   It is computed where the arrays are. What stores them checks its own tables, but not the bytes of large arrays.
   """

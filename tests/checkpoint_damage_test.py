@@ -47,6 +47,22 @@ def test_a_damaged_checkpoint_is_named_and_moving_it_away_helps(tmp_path, part, 
     assert_same(checkpointer.restore_latest(make_state())[0], make_state(seed=3))
 
 
+def test_a_changed_number_and_a_folder_of_another_step_are_damage(tmp_path):
+  write(tmp_path, 3, 12)
+  host = tmp_path / "12" / "host" / "metadata"
+  written = host.read_text()
+  host.write_text(written.replace('"bad_total": ', '"bad_total": 1'))
+  with Checkpointer(str(tmp_path), 5) as checkpointer:
+    for read in (lambda: checkpointer.restore_latest(make_state()), checkpointer.flags_of_latest):
+      with pytest.raises(ValueError, match=r"^Checkpoint 12 in \S+ is damaged \(host/metadata is not what was written\)"):
+        read()
+  host.write_text(written)
+  (tmp_path / "12").rename(tmp_path / "15")
+  (tmp_path / "016").mkdir()  # no name of a step
+  with Checkpointer(str(tmp_path), 5) as checkpointer, pytest.raises(ValueError, match=r"^Checkpoint 15 in .* as checkpoint 12\)"):
+    checkpointer.restore_latest(make_state())
+
+
 def test_the_only_checkpoint_damaged_leaves_a_new_start(tmp_path):
   write(tmp_path, 3)
   damage(tmp_path / "3" / "state" / "manifest.ocdbt", "gone")

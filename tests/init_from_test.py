@@ -124,7 +124,7 @@ def test_no_checkpoint_no_anchor_and_a_part_of_a_run(other, tmp_path):
     restore_policy(str(tmp_path / "initial" / "0"), abstract.policy)
 
 
-def test_a_damaged_one_of_a_run_that_is_left_alone(other, tmp_path):
+def test_a_damaged_one_of_a_run_that_is_left_alone(other, tmp_path, monkeypatch):
   """What helps there is never to move that run's files away, as it is in one's own."""
   policy = build(SHORT).abstract_state.policy
   shutil.copytree(other[0], tmp_path / "run")
@@ -135,10 +135,18 @@ def test_a_damaged_one_of_a_run_that_is_left_alone(other, tmp_path):
       restore_policy(path, policy)
 
   name = next(iter(stored_tree.leaves({"params": policy})))
-  path = folder / "2" / "host" / "metadata"
-  path.write_text(path.read_text().replace(f'"{name}": ', f'"{name}": 1'))
   other_one = rf"Start from another checkpoint of that run, as by --init_from={folder}/1, or copy this one again"
-  refused(run, f"not what was written: {name}", other_one)
+  sums = stored_tree.checksums
+  with monkeypatch.context() as patch:
+    patch.setattr(stored_tree, "checksums", lambda tree: sums(tree) | {name: 0})
+    refused(run, f"not what was written: {name}", other_one)
+  path = folder / "2" / "host" / "metadata"
+  written = path.read_text()
+  path.write_text(written.replace('"position": ', '"position": 1'))
+  refused(run, "host/metadata is not what was written", other_one)
+  path.write_text(written.replace("array_sums", "checksums"))
+  with pytest.raises(ValueError, match=r"^Checkpoint 2 in \S+ was written by another version: .* Start from a run of this version\.$"):
+    restore_policy(run, policy)
   (folder / "2" / "state" / "manifest.ocdbt").unlink()
   refused(run, "state/manifest.ocdbt is missing", other_one)
   path.unlink()

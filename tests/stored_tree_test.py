@@ -61,18 +61,20 @@ def test_one_bit_changes_the_checksum(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_parts_that_changed_places_change_the_checksum(dtype):
+def test_changed_places_and_signs_change_the_checksum(dtype):
   x = np.arange(2**17, dtype=np.float32).reshape(2, 256, 256) % 127
   sums = stored_tree.checksums({"x": jnp.asarray(x, dtype)})
-  for other in (x[::-1], x[:, ::-1], x[:, :, ::-1], x.swapaxes(1, 2), np.roll(x, 1)):
+  for other in (x[::-1], x[:, ::-1], x[:, :, ::-1], x.swapaxes(1, 2), np.roll(x, 1), -x, np.where(x < 2, -x, x)):
     assert stored_tree.changed({"x": jnp.asarray(other, dtype)}, sums) == "x"
 
 
 def test_a_checksum_is_that_of_the_numbers_and_not_of_their_layout(monkeypatch):
   x = jax.random.normal(jax.random.key(0), (8, 16))
   bits = np.asarray(x).view(np.uint32)
-  mixed = np.arange(bits.size, dtype=np.uint32).reshape(bits.shape) * np.uint32(0x9E3779B1)
-  expected = int((bits * ((mixed ^ (mixed >> 15)) | 1)).sum(dtype=np.uint32))
+  mixed = bits ^ (np.arange(bits.size, dtype=np.uint32).reshape(bits.shape) * np.uint32(0x9E3779B1))
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+  expected = int((mixed ^ (mixed >> 16)).sum(dtype=np.uint32))
   for shape, spec in (((1, 1), ("data", "fsdp")), ((2, 4), ("data", "fsdp")), ((4, 2), ("fsdp", "data")), ((2, 4), ())):
     placed = jax.device_put(x, NamedSharding(make_mesh(shape), PartitionSpec(*spec)))
     assert stored_tree.checksums({"a": {"b": placed}}) == {"a/b": expected}
