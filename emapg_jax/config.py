@@ -150,7 +150,7 @@ class RunConfig:
   eval_temperature: float | None = _field(None, "Of sampled evaluation, above 0 (greedy evaluation comes beside it). Default: temperature.")
   eval_top_p: float = _field(1.0, "top_p of sampled evaluation.")
   eval_top_k: int = _field(0, "top_k of sampled evaluation; 0: all ids.")
-  save_every: int = _field(20, "RL steps between checkpoints; 0: never.")
+  save_every: int = _field(20, "RL steps between checkpoints; 0: only after Ctrl-C or SIGTERM.")
   keep_last: int = _field(2, "Checkpoints kept.")
   keep_best: int = _field(0, "Checkpoints kept beside them: those of the best evaluations, which are saved even between.")
   best_metric: str = _field("eval_greedy", "keep_best: what is compared; higher is better.", BEST_METRICS)

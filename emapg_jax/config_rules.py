@@ -30,7 +30,11 @@ USED_ONLY_IF = (
   (("demonstration_noise",), lambda c: c.task == "add", "unless --task=add"),
   (("hidden_size", "num_layers", "num_heads"), lambda c: not c.model_path, "with --model_path, whose config.json says it"),
   (("warmup_accuracy", "warmup_learning_rate", "warmup_batch"), lambda c: c.warmup_steps > 0, "with --warmup_steps=0"),
-  (("warmup_steps",), lambda c: not c.init_from, "with --init_from, whose weights are where the run starts"),
+  (
+    ("warmup_steps",),
+    lambda c: not c.init_from,
+    "with --init_from, whose weights are where the run starts (after a flagfile that sets it add --warmup_steps=0 --warmup_accuracy=0)",
+  ),
   (("init_anchor",), lambda c: c.init_from, "without --init_from"),
   (("init_anchor",), lambda c: c.uses_anchor, "without an anchor (--kl_coef=0 and --ema_decay=1)"),
   (("keep_best",), lambda c: c.eval_every > 0 and c.save_every > 0, "with --eval_every=0 or --save_every=0"),

@@ -17,10 +17,25 @@ from experiments.stopping import StopRequest, only_run_in
 
 def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
   """Runs to `--steps` and returns the last value of each metric."""
+  config = run.config
+  with StopRequest() as stop, only_run_in(workdir):
+    step, last = _steps(run, workdir, stop)
+    stop.over = True
+    if distributed.is_first():
+      plot_curves(workdir / "metrics.jsonl", workdir / "curves.png")
+    if step < config.steps:
+      report.say(f"stopped at step {step} of {config.steps}; saved to {workdir / 'checkpoints' / str(step)}")
+      alone = distributed.count() == 1
+      again = f"python -m experiments.math_grpo --flagfile={workdir / 'flags.txt'} --workdir={workdir}"
+      report.say(f"it goes on with: {again}" if alone else "it goes on when all processes are started again, with the same command")
+      raise SystemExit(stop.exit_code)
+  return last
+
+
+def _steps(run: Run, workdir: pathlib.Path, stop: StopRequest) -> tuple[int, dict[str, float]]:
+  """To `--steps` or to where the run was asked to stop: the step that is saved, and the last value of each metric."""
   config, first = run.config, distributed.is_first()
   with (
-    StopRequest() as stop,
-    only_run_in(workdir),
     metrics.MetricsWriter(str(workdir) if first else None) as writer,
     Checkpointer(str(workdir / "checkpoints"), config.keep_last, config.keep_best, config.best_metric) as checkpointer,
     profiling.Profiler(config.profile_steps if first else "", config.steps, workdir / "profile") as profiler,
@@ -65,16 +80,9 @@ def train(run: Run, workdir: pathlib.Path) -> dict[str, float]:
       if (due or (last and (config.save_every or began)) or checkpointer.is_best(found)) and not host.bad_in_row:
         checkpointer.save(step, state, _with_evaluation(host, found))
     log.close()
-    stopped = stop.agreed()
-    if stopped:
+    if stop.agreed():
       checkpointer.save(step, state, _with_evaluation(host, {}))
-  if first:
-    plot_curves(workdir / "metrics.jsonl", workdir / "curves.png")
-  if stopped and step < config.steps:
-    report.say(f"stopped at step {step} of {config.steps}; saved to {workdir / 'checkpoints' / str(step)}")
-    report.say(f"it goes on with: python -m experiments.math_grpo --flagfile={workdir / 'flags.txt'} --workdir={workdir}")
-    raise SystemExit(stop.exit_code)
-  return log.last
+  return step, log.last
 
 
 def _with_evaluation(host: HostState, found: dict[str, float]) -> HostState:

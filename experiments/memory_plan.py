@@ -9,6 +9,7 @@ from emapg_jax import sharding
 from emapg_jax.micro_batches import read_lengths, rows_that_fit
 from emapg_jax.token_stats import LOGITS_PER_CHUNK
 from experiments.programs import Programs
+from experiments.rollout_model import state_remedies
 from experiments.units import of_bytes
 
 _LOGITS_COPIES = 4  # arrays as large as the logits that scoring them, its gradient, or a draw holds at once
@@ -51,23 +52,47 @@ def at_once(plan: dict[str, int]) -> int:
 
   An anchor on the host is on the device while it scores, and again once the gradients are gone, which take more.
   """
+  return max(_phases(plan))
+
+
+def _phases(plan: dict[str, int]) -> tuple[int, int]:
+  """Bytes that are there while updating, and while sampling."""
   updating, sampling = (sum(plan[name] for name in names) for names in (_UPDATING, _SAMPLING))
   either = [plan[name] for name in _EITHER]
   kept = sum(plan.values()) - updating - sampling - sum(either)
-  return kept + max(updating, sampling + max(either))
+  return kept + updating, kept + sampling + max(either)
 
 
 def remarks(run: Programs) -> Iterator[str]:
   """What there is to say beside the plan, a line each."""
-  needed = at_once(memory_plan(run))
+  plan = memory_plan(run)
+  needed = at_once(plan)
   if run.device_bytes is not None and needed > run.device_bytes:
     yield (
-      f"warning: {of_bytes(needed)} are planned at a time, but a device has {of_bytes(run.device_bytes)}: spread the run over "
-      "more devices (--mesh=fsdp:-1), or take less (--micro_batch, --remat=full, --rollout_slots, --anchor_memory=pinned_host)"
+      f"warning: {of_bytes(needed)} are planned at a time, but a device has {of_bytes(run.device_bytes)}: take "
+      f"more devices, or set {', '.join(_remedies(run, plan))}"
     )
   for where, model in (("in training", run.model_config), ("in sampling", run.sampler.config)):
     if model.kv_copies > 1:
       yield f"{where}, each of the {model.num_kv_heads} key/value heads is on {model.kv_copies} devices of the mesh axis tensor"
+
+
+def _remedies(run: Programs, plan: dict[str, int]) -> list[str]:
+  """The flags that make less of what does not fit, and are not set as far as they go."""
+  updating, sampling = (size > run.device_bytes for size in _phases(plan))
+  layout = run.sampler.layout
+  smaller = {
+    "--micro_tokens" if run.config.micro_tokens else "--micro_batch": updating
+    and max(rows for rows, _ in _forwards(run)) > run.step_config.prompt_rows,
+    "--rollout_slots": sampling and run.sampler.slots > layout.devices,
+    "--max_new_tokens": True,
+  }
+  return [
+    *state_remedies(run.mesh, run.abstract_state),
+    *(["--remat=full"] if updating and run.model_config.remat != "full" else []),
+    *(["a larger tensor in --rollout_mesh"] if sampling and layout.mesh.shape["tensor"] < run.mesh.size else []),
+    *(f"a smaller {flag}" for flag, helps in smaller.items() if helps),
+  ]
 
 
 def host_bytes(run: Programs) -> int:

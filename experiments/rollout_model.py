@@ -98,13 +98,22 @@ def _choose(
   slots, tensor, weights, slot = max(found, key=lambda one: one[:2])
   if slots < (config.rollout_slots or mesh.size):
     asked = f"--rollout_slots={config.rollout_slots}" if config.rollout_slots else "one slot per device"
+    state_less = state_remedies(mesh, state) if kept > device_bytes / 2 else []
+    first = f"Most of that is the train state: set {' or '.join(state_less)}. " if state_less else ""
     raise ValueError(
       f"Sampling needs {of_bytes(weights)} per device for weights and {of_bytes(slot)} per slot and device for {asked}, beside the "
       f"{of_bytes(kept)} of the train state, with tensor:{tensor} of {dict(mesh.shape)}; a device has {of_bytes(device_bytes)}, so that "
-      f"{slots} slots fit. Lower --rollout_slots, --max_new_tokens or --max_prompt_tokens, take more devices, or a larger tensor in "
+      f"{slots} slots fit. {first}Lower --rollout_slots, --max_new_tokens or --max_prompt_tokens, take more devices, or a larger tensor in "
       "--rollout_mesh."
     )
   return tensor, slots
+
+
+def state_remedies(mesh: Mesh, state: TrainState) -> list[str]:
+  """The flags, not set yet, with which a device holds less of the train state."""
+  spread = "--mesh=fsdp:-1" + (f",tensor:{mesh.shape['tensor']}" if mesh.shape["tensor"] > 1 else "")
+  found = {spread: mesh.shape["data"] > 1, "--anchor_memory=pinned_host": sharding.device_bytes(state.ema_params) > 0}
+  return [flag for flag, helps in found.items() if helps]
 
 
 def _sampling_bytes(config: RunConfig, model: decoder.DecoderConfig, state: TrainState, tensor: int) -> tuple[float, float]:

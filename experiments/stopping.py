@@ -30,15 +30,21 @@ def only_run_in(workdir: pathlib.Path):
 
 
 class StopRequest:
-  """Ctrl-C, or the SIGTERM of a machine that is about to go, ends the run at the next border of a step; a second one ends it at once."""
+  """Ctrl-C, or the SIGTERM of a machine that is about to go, ends the run at the next border of a step; a second one ends it at once.
+
+  Several processes wait for each other until they end, and one that dies takes the others with it. So where they end as agreed, one that
+  has had no signal yet goes on ignoring its first, behind the `with`, too.
+  """
 
   def __init__(self):
-    self.signal: int | None = None  # the one that came
+    self.signal: int | None = None  # the one that the run stops for
+    self.over = False  # nothing is left to stop
+    self._came = False  # to this process
     self._previous: dict[int, Any] = {}
 
   @property
   def asked(self) -> bool:
-    """Whether this process got a signal."""
+    """Whether this process got a signal, or has agreed on one."""
     return self.signal is not None
 
   def agreed(self) -> bool:
@@ -59,16 +65,22 @@ class StopRequest:
       self._previous[number] = signal.signal(number, self._handle) or signal.SIG_DFL
     return self
 
-  def __exit__(self, *_):
-    self._restore()
+  def __exit__(self, kind: type[BaseException] | None, *_):
+    self.over = True
+    if distributed.count() == 1 or self._came or kind not in (None, SystemExit):
+      self._restore()
 
   def _restore(self) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
   def _handle(self, number: int, _: Any) -> None:
-    self.signal = number
+    known, self._came = self.over or self.asked, True
+    if self.signal is None:  # another would make the exit code of this process differ from the others'
+      self.signal = number
     self._restore()
+    if known:
+      return
     with contextlib.suppress(RuntimeError):  # it came in the middle of another print
       report.say(
         "stopping after this step; ask again (Ctrl-C, SIGTERM) to stop at once and lose it (of a supervised warm-up nothing is kept)"

@@ -93,6 +93,50 @@ def test_ctrl_c_to_another_is_ctrl_c_to_all(monkeypatch):
   assert request.agreed() and request.exit_code == 130
 
 
+@pytest.fixture
+def fatal_signals():
+  """SIGTERM and SIGINT raise, so that a test hears of one that would have ended its process."""
+
+  def end(number, _):
+    raise InterruptedError(number)
+
+  before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("fatal_signals")
+@pytest.mark.parametrize("stops_for", [None, signal.SIGTERM])
+def test_the_first_signal_to_a_process_of_a_saved_run_does_not_end_it(monkeypatch, capsys, stops_for):
+  """It would end the others as well: they wait for it."""
+  for behind in (False, True):
+    Others(monkeypatch, 2, {1: stops_for})
+    with pytest.raises(SystemExit), stopping.StopRequest() as request:
+      assert request.agreed() == bool(stops_for)
+      request.over = True
+      if not behind:
+        signal.raise_signal(signal.SIGINT)
+      raise SystemExit(0)
+    if behind:
+      signal.raise_signal(signal.SIGINT)
+    assert request.exit_code == 0 or not stops_for, "that of the others"
+    for number in (signal.SIGTERM, signal.SIGINT):
+      with pytest.raises(InterruptedError):
+        signal.raise_signal(number)
+  assert capsys.readouterr().out == "", "there is nothing left to stop"
+
+
+@pytest.mark.usefixtures("fatal_signals")
+@pytest.mark.parametrize(("count", "error"), [(1, SystemExit), (2, ValueError)])
+def test_nothing_is_ignored_by_one_process_or_after_an_error(monkeypatch, count, error):
+  with_processes(monkeypatch, count)
+  with pytest.raises(error), stopping.StopRequest():
+    raise error
+  with pytest.raises(InterruptedError):
+    signal.raise_signal(signal.SIGTERM)
+
+
 class Board:
   """A `distributed.Board` of processes that are all here."""
 

@@ -100,14 +100,15 @@ def test_gradients_of_the_training_step(param_dtype):
   check(make(hidden_size=256, max_prompt_tokens=8, max_new_tokens=2, param_dtype=param_dtype), "gradients")
 
 
-def few_kv_heads(**changes):
+def few_kv_heads(mesh="data:2,fsdp:2,tensor:2", device_bytes=2**30, **changes):
   """Programs of a model whose two key/value heads are fewer than the devices for a row of samples."""
   sizes = {"prompts_per_step": 8, "group_size": 4, "max_prompt_tokens": 16, "max_new_tokens": 16, "mini_batches": 1, "kl_topk": 4}
-  config = RunConfig(task="add", rollout_mesh="data:2,tensor:4", dtype="bfloat16", **(sizes | changes))
+  config = RunConfig(task="add", **({"rollout_mesh": "data:2,tensor:4", "dtype": "bfloat16"} | sizes | changes))
   shape = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 4}
   model = decoder.DecoderConfig(**shape, max_positions=32, dtype="bfloat16", param_dtype=config.param_dtype)
-  mesh = sharding.make_mesh("data:2,fsdp:2,tensor:2")
-  return programs(config, model, mesh, longest_prompt=16, eos_ids=(3,), pad_id=0, keep_initial=True, device_bytes=2**30)
+  model = dataclasses.replace(model, remat=config.remat)
+  mesh = sharding.make_mesh(mesh)
+  return programs(config, model, mesh, longest_prompt=16, eos_ids=(3,), pad_id=0, keep_initial=True, device_bytes=device_bytes)
 
 
 def key():
@@ -180,7 +181,45 @@ def test_remarks_beside_the_plan():
   needed = at_once(memory_plan(run))
   assert list(remarks(dataclasses.replace(run, device_bytes=needed))) == [copied]
   beyond, _ = remarks(dataclasses.replace(run, device_bytes=needed - 1))
-  assert beyond.startswith(f"warning: {of_bytes(needed)} are planned at a time, but a device has {of_bytes(needed - 1)}: spread")
+  assert beyond.startswith(
+    f"warning: {of_bytes(needed)} are planned at a time, but a device has {of_bytes(needed - 1)}: take more devices, or"
+  )
+
+
+SPREAD = {"mesh": "fsdp:8", "anchor_memory": "pinned_host"}
+
+
+@pytest.mark.parametrize(
+  ("changes", "remedies"),
+  [
+    ({}, "--mesh=fsdp:-1,tensor:2, --anchor_memory=pinned_host, a smaller --micro_batch, "),
+    (SPREAD, "a smaller --micro_batch, "),
+    (SPREAD | {"remat": "dots", "micro_tokens": 64}, "--remat=full, a smaller --micro_tokens, "),
+    (SPREAD | {"micro_batch": 1}, ""),
+    (SPREAD | {"micro_batch": 1, "prompts_per_step": 64}, "a larger tensor in --rollout_mesh, a smaller --rollout_slots, "),
+  ],
+  ids=str,
+)
+def test_remedies_that_help_and_are_not_set_yet(changes, remedies):
+  run = few_kv_heads(**({"prompts_per_step": 32} | changes))
+  warning = next(remarks(dataclasses.replace(run, device_bytes=at_once(memory_plan(run)) - 1)))
+  assert warning.endswith(f": take more devices, or set {remedies}a smaller --max_new_tokens")
+
+
+@pytest.mark.parametrize(
+  ("device_bytes", "changes", "advice"),
+  [
+    (100_000, {}, r"Most of that is the train state: set --mesh=fsdp:-1,tensor:2 or --anchor_memory=pinned_host\. Lower"),
+    (400_000, {"mesh": "data:8"}, r"set --mesh=fsdp:-1 or --anchor_memory=pinned_host\. Lower"),
+    (50_000, {"mesh": "fsdp:8"}, r"set --anchor_memory=pinned_host\. Lower"),
+    (40_000, SPREAD, r" 0 slots fit\. Lower"),
+    (300_000, {"max_prompt_tokens": 4096}, r" 0 slots fit\. Lower"),
+  ],
+  ids=str,
+)
+def test_what_helps_where_the_train_state_leaves_no_room_to_sample(device_bytes, changes, advice):
+  with pytest.raises(ValueError, match=advice):
+    few_kv_heads(device_bytes=device_bytes, **changes)
 
 
 @pytest.mark.parametrize(
