@@ -11,7 +11,7 @@ math=--flagfile=experiments/flags/math_paper
 r1="--arch=r1-distill-qwen-1.5b --mesh=fsdp:-1"
 check 1.5b_8k_v5e $r1 ${math}_8k.flags --topology=v5e:2x2
 check 1.5b_16k_v5e $r1 ${math}_16k.flags --topology=v5e:2x2
-check 1.5b_24k_v5e $r1 ${math}_24k.flags --topology=v5e:2x4
+check 1.5b_24k_v5e $r1 --anchor_memory=pinned_host ${math}_24k.flags --topology=v5e:2x2
 check 1.5b_8k_v5e16 $r1 ${math}_8k.flags --topology=v5e:4x4
 check 1.5b_24k_v5p $r1 ${math}_24k.flags --topology=v5p:2x2x1
 check 1.5b_24k_v6e $r1 ${math}_24k.flags --topology=v6e:2x2
@@ -31,7 +31,7 @@ check 14b_8k_v5p --arch=qwen2.5-14b --mesh=fsdp:-1 --anchor_memory=pinned_host $
 check 14b_8k_v6e --arch=qwen2.5-14b --mesh=fsdp:8,tensor:2 ${math}_8k.flags --topology=v6e:4x4
 check 32b_8k_v5e --arch=qwen2.5-32b --mesh=fsdp:16,tensor:8 --anchor_memory=pinned_host ${math}_8k.flags --topology=v5e:8x16
 check 32b_8k_v5p --arch=qwen2.5-32b --mesh=fsdp:4,tensor:2 --anchor_memory=pinned_host ${math}_8k.flags --topology=v5p:2x2x2
-check 32b_8k_v6e --arch=qwen2.5-32b --mesh=fsdp:-1 ${math}_8k.flags --topology=v6e:8x8
+check 32b_8k_v6e --arch=qwen2.5-32b --mesh=fsdp:4,tensor:8 --anchor_memory=pinned_host ${math}_8k.flags --topology=v6e:4x8
 
 # Weak scaling: chips and sequences grow together; each group of eight holds the state, or all chips do.
 train="--programs=anchor_pass,train_step"
