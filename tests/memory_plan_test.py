@@ -2,22 +2,25 @@
 
 import dataclasses
 import types
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
-from emapg_jax import sharding, streams
+from emapg_jax import data, sharding, streams
+from emapg_jax.checkpoint import HostState
 from emapg_jax.config import RunConfig
 from emapg_jax.data import Problem
 from emapg_jax.envs.embedded import SymbolTokenizer
 from emapg_jax.models import decoder
 from emapg_jax.rollout import batching
 from emapg_jax.types import Hyper
-from experiments import build, report
+from experiments import build, report, rl_step
 from experiments.memory_plan import at_once, host_bytes, memory_plan, remarks
-from experiments.programs import programs
+from experiments.programs import Programs, programs
 from experiments.units import of_bytes
+from tests.crash_test import CONFIG
 
 
 def task(vocab):
@@ -252,3 +255,22 @@ def test_devices_without_pinned_memory_are_refused_at_once(monkeypatch):
   monkeypatch.setattr(type(jax.devices()[0]), "addressable_memories", lambda device: device.default_memory() and [device.default_memory()])
   with pytest.raises(ValueError, match=r"--anchor_memory=pinned_host\): cpu devices \(cpu\) only have device\. Use --anchor_memory=device"):
     make(anchor_memory="pinned_host")
+
+
+def test_the_copy_for_sampling_is_gone_before_the_update(monkeypatch):
+  run = build.build(dataclasses.replace(CONFIG, mesh="fsdp:4,tensor:2", eval_every=0, keep_best=0))
+  copies, alive, rollout_weights = [], [], Programs.rollout_weights
+
+  def recorded(run, policy):
+    weights = rollout_weights(run, policy)
+    copies.extend(map(weakref.ref, jax.tree.leaves(weights)))
+    return weights
+
+  def train_step(*args):
+    alive.append(sum(copy() is not None for copy in copies))
+    return run.train_step(*args)
+
+  monkeypatch.setattr(Programs, "rollout_weights", recorded)
+  stream = data.PromptStream(len(run.train.problems), run.config.seed)
+  rl_step.rl_step(dataclasses.replace(run, train_step=train_step), build.new_state(run), HostState(), None, stream, 1)
+  assert len(copies) > 5 and alive == [0]
